@@ -1,0 +1,98 @@
+"""Digests: frozen values that carry their algorithm, and the digest of a state made of named tensors.
+
+Nothing here knows torch: a tensor is its name, dtype, shape and the BLAKE3 of its little-endian, row-major bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from blake3 import blake3
+
+from mok_service.provenance.canonical import canonical_bytes
+
+Algorithm = Literal["sha256", "blake3"]
+_TEXT = re.compile(r"(sha256|blake3):([0-9a-f]{64})")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Digest:
+    """32 bytes and the name of the hash function that made them; prints as `sha256:<64 hex digits>`."""
+
+    algorithm: Algorithm
+    hex: str
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The inverse of `str`. Raises ValueError on anything else."""
+        match = _TEXT.fullmatch(text)
+        if match is None:
+            raise ValueError(f"not a digest: {text!r}; allowed: sha256: or blake3: and 64 lowercase hex digits")
+        return cls(match[1], match[2])  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        return f"{self.algorithm}:{self.hex}"
+
+
+def sha256(data: bytes | bytearray | memoryview) -> Digest:
+    """SHA-256 of bytes."""
+    return Digest("sha256", hashlib.sha256(data).hexdigest())
+
+
+def blake3_of(data: bytes | bytearray | memoryview, threads: int = 1) -> Digest:
+    """BLAKE3 of a contiguous buffer of bytes, equal to what `b3sum` prints for a file that holds them."""
+    return Digest("blake3", blake3(data, max_threads=threads).hexdigest())
+
+
+def canonical_digest(value: Mapping[str, Any]) -> Digest:
+    """SHA-256 of a value's canonical JSON (RFC 8785). `value["type"]` is the domain tag."""
+    assert "type" in value, "a digested value names its type"
+    return sha256(canonical_bytes(value))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDigest:
+    """One logical tensor of a state: never a shard, never a file."""
+
+    name: str
+    dtype: str  # the safetensors name: F32, BF16, I64 ...
+    shape: tuple[int, ...]
+    blake3: str  # 64 hex digits
+
+
+def state_document(tensors: Iterable[TensorDigest]) -> dict[str, Any]:
+    """The document whose canonical bytes are hashed: `mok.state/v1`, tensors sorted by their UTF-8 names.
+
+    Raises ValueError when two tensors share a name.
+    """
+    rows = sorted(tensors, key=lambda t: t.name.encode())
+    for first, second in itertools.pairwise(rows):
+        if first.name == second.name:
+            raise ValueError(f"two tensors of one state are called {first.name!r}")
+    return {
+        "type": "mok.state/v1",
+        "tensors": [{"name": t.name, "dtype": t.dtype, "shape": list(t.shape), "blake3": t.blake3} for t in rows],
+    }
+
+
+def state_digest(tensors: Iterable[TensorDigest]) -> Digest:
+    """The digest of a state: independent of devices, shards, files and order; see `state_document`."""
+    return canonical_digest(state_document(tensors))
+
+
+def first_difference(expected: Sequence[TensorDigest], got: Sequence[TensorDigest]) -> str | None:
+    """A sentence that names the first tensor (by name) in which two states differ, or None when they're equal."""
+    left, right = {t.name: t for t in expected}, {t.name: t for t in got}
+    for name in sorted(left.keys() | right.keys(), key=str.encode):
+        a, b = left.get(name), right.get(name)
+        if a is None or b is None:
+            return f"tensor {name!r} is only in the {'second' if a is None else 'first'} state"
+        if a != b:
+            field = next(f for f in ("dtype", "shape", "blake3") if getattr(a, f) != getattr(b, f))
+            return f"tensor {name!r}: {field} expected {getattr(a, field)}, got {getattr(b, field)}"
+    return None

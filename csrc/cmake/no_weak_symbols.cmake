@@ -1,0 +1,10 @@
+# Fails if an object of cpu/isa defines a weak or unique symbol (an inline function or a template that was not inlined).
+execute_process(COMMAND ${NM} -A --defined-only ${OBJECTS} OUTPUT_VARIABLE symbols RESULT_VARIABLE status)
+if(NOT status EQUAL 0)
+  message(FATAL_ERROR "${NM} failed with status ${status}")
+endif()
+string(REGEX MATCHALL "[^\n]* [WwVvu] [^\n]*" weak "${symbols}")
+if(weak)
+  string(REPLACE ";" "\n  " weak "${weak}")
+  message(FATAL_ERROR "cpu/isa objects define weak symbols (make the functions static, use no std templates):\n  ${weak}")
+endif()

@@ -1,0 +1,20 @@
+#include "cpu/isa/convert.h"
+
+#include "cpu/isa/bf16.h"
+
+namespace MOK_ISA_NS {
+namespace {
+
+void add(int64_t count, const float *a, const float *b, float *out) {
+  for (int64_t i = 0; i < count; ++i) out[i] = canonical_nan(a[i] + b[i]);
+}
+
+void to_bf16(int64_t count, const float *in, uint16_t *out) {
+  for (int64_t i = 0; i < count; ++i) out[i] = float_to_bf16(in[i]);
+}
+
+}  // namespace
+
+extern const ConvertTable convert_table = {add, to_bf16};
+
+}  // namespace MOK_ISA_NS

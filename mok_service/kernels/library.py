@@ -1,0 +1,84 @@
+"""Find, load and check the native library of a backend."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from mok_service.errors import KernelError
+from mok_service.kernels import abi
+
+FILES = {"cpu": "libmok.so", "cuda": "libmok_cuda.so"}
+
+
+def library_path(backend: str) -> Path:
+    """Where the library of `backend` ("cpu" or "cuda") lies.
+
+    `MOK_LIBRARY` (or `MOK_CUDA_LIBRARY`) names another build. Raises KernelError when there is none, saying how to get it.
+    """
+    if backend not in FILES:
+        raise KernelError(f"backend = {backend!r}: there is no such backend; allowed: {', '.join(FILES)}")
+    named = os.environ.get("MOK_LIBRARY" if backend == "cpu" else "MOK_CUDA_LIBRARY")
+    path = Path(named) if named else Path(str(resources.files("mok_service").joinpath("_native", FILES[backend])))
+    if path.is_file():
+        return path
+    if backend == "cuda":
+        raise KernelError(
+            f"the CUDA backend was not built: {path} does not exist; it is built by the installation where nvcc 12.4 or later "
+            "is found (set CUDACXX to name one), then run `make install` again"
+        )
+    raise KernelError(f"the native library {path} does not exist; run `make install`")
+
+
+def load_library(backend: str) -> ctypes.CDLL:
+    """Load the library, bind every operation, and refuse one that doesn't fit this Python code.
+
+    Raises KernelError: not found, not loadable, another ABI or arithmetic, or (in a checkout) built from other sources.
+    """
+    path = library_path(backend)
+    try:
+        library = ctypes.CDLL(str(path), mode=os.RTLD_LOCAL | os.RTLD_NOW)
+    except OSError as error:
+        raise KernelError(f"the native library {path} can't be loaded: {error}") from error
+    for name in ("mok_arithmetic", "mok_backend", "mok_build_info", "mok_last_error", "mok_context_info"):
+        getattr(library, name).restype = ctypes.c_char_p
+    library.mok_context_info.argtypes = [ctypes.c_void_p]
+    library.mok_context_create.argtypes = [ctypes.POINTER(abi.ContextOptions), ctypes.POINTER(ctypes.c_void_p)]
+    library.mok_context_destroy.argtypes = [ctypes.c_void_p]
+    library.mok_context_destroy.restype = None
+    if (found := library.mok_abi_version()) != abi.ABI_VERSION:
+        raise KernelError(f"{path} has ABI version {found}, this code needs {abi.ABI_VERSION}; run `make install`")
+    arithmetic = library.mok_arithmetic().decode()
+    if arithmetic != abi.ARITHMETIC:
+        raise KernelError(f"{path} computes arithmetic {arithmetic!r}, this code needs {abi.ARITHMETIC!r}")
+    for name, struct in abi.OPERATIONS.items():
+        function = getattr(library, name)
+        function.argtypes = [ctypes.c_void_p, ctypes.POINTER(struct)]
+        function.restype = ctypes.c_int
+    _refuse_stale(path, json.loads(library.mok_build_info()))
+    return library
+
+
+def source_digest(csrc: Path) -> str:
+    """SHA-256 over the native sources of a checkout: the rule is stated in csrc/CMakeLists.txt."""
+    total = hashlib.sha256()
+    files = [p for p in csrc.rglob("*") if p.is_file() and p.suffix in {".h", ".hpp", ".cuh", ".cpp", ".cu", ".txt", ".cmake"}]
+    for path in sorted(files, key=lambda p: p.relative_to(csrc).as_posix().encode()):
+        total.update(f"{path.relative_to(csrc).as_posix()} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return total.hexdigest()
+
+
+def _refuse_stale(path: Path, build: dict[str, Any]) -> None:
+    csrc = Path(__file__).resolve().parents[2] / "csrc"
+    if not (csrc / "include" / "mok.h").is_file() or os.environ.get("MOK_ALLOW_STALE_LIBRARY"):
+        return
+    expected, got = source_digest(csrc), build.get("source_digest")
+    if got != expected:
+        raise KernelError(
+            f"{path} was built from other sources (digest {got}) than those in {csrc.name}/ ({expected}); run `make install`"
+        )

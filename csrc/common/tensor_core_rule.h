@@ -2,23 +2,16 @@
 //
 // This is the oracle, not a kernel: it is written for reading, one step of the rule after another, and shares nothing with the
 // code that it checks. tests and the device probe compare tensor cores and the CPU kernels with it, bit for bit.
-#ifndef MOK_COMMON_TENSOR_CORE_RULE_H
-#define MOK_COMMON_TENSOR_CORE_RULE_H
+#pragma once
 
-#include <cstdint>
-
-#if defined(__CUDACC__)
-#define MOK_RULE_FUNCTION __host__ __device__ inline
-#else
-#define MOK_RULE_FUNCTION inline
-#endif
+#include "common/platform.h"
 
 namespace mok::rule {
 
-constexpr int BLOCK = 16;                     // products that are summed at once
-constexpr int KEPT_BITS = 25;                 // fractional bits kept below the largest exponent
-constexpr int ZERO_EXPONENT = -133;           // the exponent that a zero term counts with
-constexpr uint32_t CANONICAL_NAN = 0x7FFFFFFF;
+constexpr int kBlock = 16;                     // products that are summed at once
+constexpr int kKeptBits = 25;                 // fractional bits kept below the largest exponent
+constexpr int kZeroExponent = -133;           // the exponent that a zero term counts with
+constexpr uint32_t kCanonicalNan = 0x7FFFFFFF;
 
 // A finite number as sign, significand and exponent: (-1)^negative * significand * 2^(exponent - FRACTION).
 // `exponent` is not normalised: a subnormal number keeps -126 and a significand without its leading bit.
@@ -30,7 +23,7 @@ struct Term {
 
 // A bf16 pattern (7 fraction bits) or fp32 pattern (23) with finite value.
 template <int FRACTION>
-MOK_RULE_FUNCTION Term unpack(uint32_t bits) {
+MOK_HD Term unpack(uint32_t bits) {
   const uint32_t biased = (bits >> FRACTION) & 0xFF;
   const uint32_t fraction = bits & ((1u << FRACTION) - 1);
   const bool negative = ((bits >> (FRACTION + 8)) & 1) != 0;
@@ -41,30 +34,30 @@ MOK_RULE_FUNCTION Term unpack(uint32_t bits) {
 }
 
 template <int FRACTION>
-MOK_RULE_FUNCTION bool is_nan(uint32_t bits) {
+MOK_HD bool is_nan(uint32_t bits) {
   return ((bits >> FRACTION) & 0xFF) == 0xFF && (bits & ((1u << FRACTION) - 1)) != 0;
 }
 
 template <int FRACTION>
-MOK_RULE_FUNCTION bool is_infinite(uint32_t bits) {
+MOK_HD bool is_infinite(uint32_t bits) {
   return ((bits >> FRACTION) & 0xFF) == 0xFF && (bits & ((1u << FRACTION) - 1)) == 0;
 }
 
-// The term in units of 2^(largest - KEPT_BITS), cut toward zero (step c).
+// The term in units of 2^(largest - kKeptBits), cut toward zero (step c).
 template <int FRACTION>
-MOK_RULE_FUNCTION int64_t aligned(const Term &term, int32_t largest) {
-  const int32_t shift = term.exponent - FRACTION - (largest - KEPT_BITS);
+MOK_HD int64_t aligned(const Term &term, int32_t largest) {
+  const int32_t shift = term.exponent - FRACTION - (largest - kKeptBits);
   int64_t magnitude = 0;
   if (shift >= 0) {
-    magnitude = static_cast<int64_t>(term.significand) << shift;  // at most 2^27: shift is bounded by KEPT_BITS - FRACTION
+    magnitude = static_cast<int64_t>(term.significand) << shift;  // at most 2^27: shift is bounded by kKeptBits - FRACTION
   } else if (shift > -32) {
     magnitude = static_cast<int64_t>(term.significand >> -shift);
   }
   return term.negative ? -magnitude : magnitude;
 }
 
-// sum * 2^(largest - KEPT_BITS), normalised and cut toward zero to an fp32 pattern (step e).
-MOK_RULE_FUNCTION uint32_t rounded_toward_zero(int64_t sum, int32_t largest) {
+// sum * 2^(largest - kKeptBits), normalised and cut toward zero to an fp32 pattern (step e).
+MOK_HD uint32_t rounded_toward_zero(int64_t sum, int32_t largest) {
   if (sum == 0) {
     return 0;
   }
@@ -74,13 +67,13 @@ MOK_RULE_FUNCTION uint32_t rounded_toward_zero(int64_t sum, int32_t largest) {
   while ((magnitude >> top) == 0) {
     --top;
   }
-  const int32_t exponent = top + largest - KEPT_BITS;
+  const int32_t exponent = top + largest - kKeptBits;
   if (exponent > 127) {
     return sign | 0x7F800000u;
   }
   // The last bit kept is worth 2^(exponent - 23), but never less than the smallest subnormal, 2^-149.
   const int32_t last = exponent - 23 > -149 ? exponent - 23 : -149;
-  const int32_t shift = largest - KEPT_BITS - last;
+  const int32_t shift = largest - kKeptBits - last;
   const uint32_t kept = static_cast<uint32_t>(shift >= 0 ? magnitude << shift : magnitude >> -shift);
   if (exponent < -126) {
     return sign | kept;
@@ -89,11 +82,11 @@ MOK_RULE_FUNCTION uint32_t rounded_toward_zero(int64_t sum, int32_t largest) {
 }
 
 // What infinities and NaN make of a block: true if they decide it, with the pattern in `out`.
-MOK_RULE_FUNCTION bool special_block(uint32_t c, const uint16_t *a, const uint16_t *b, uint32_t &out) {
+MOK_HD bool special_block(uint32_t c, const uint16_t *a, const uint16_t *b, uint32_t &out) {
   bool nan = is_nan<23>(c);
   bool plus = c == 0x7F800000u;
   bool minus = c == 0xFF800000u;
-  for (int i = 0; i < BLOCK; ++i) {
+  for (int i = 0; i < kBlock; ++i) {
     const bool infinite = is_infinite<7>(a[i]) || is_infinite<7>(b[i]);
     const bool zero = (a[i] & 0x7FFF) == 0 || (b[i] & 0x7FFF) == 0;
     const bool negative = ((a[i] ^ b[i]) & 0x8000) != 0;
@@ -102,7 +95,7 @@ MOK_RULE_FUNCTION bool special_block(uint32_t c, const uint16_t *a, const uint16
     minus = minus || (infinite && negative);
   }
   if (nan || (plus && minus)) {
-    out = CANONICAL_NAN;
+    out = kCanonicalNan;
     return true;
   }
   out = plus ? 0x7F800000u : 0xFF800000u;
@@ -110,19 +103,19 @@ MOK_RULE_FUNCTION bool special_block(uint32_t c, const uint16_t *a, const uint16
 }
 
 // One step of the chain: accumulator pattern c, 16 products a[i] * b[i] of bf16 patterns. Returns the new accumulator pattern.
-MOK_RULE_FUNCTION uint32_t block(uint32_t c, const uint16_t *a, const uint16_t *b) {
+MOK_HD uint32_t block(uint32_t c, const uint16_t *a, const uint16_t *b) {
   uint32_t special = 0;
   if (special_block(c, a, b, special)) {
     return special;
   }
-  Term products[BLOCK];
+  Term products[kBlock];
   const Term start = unpack<23>(c);
-  int32_t largest = start.significand == 0 ? ZERO_EXPONENT : start.exponent;
-  for (int i = 0; i < BLOCK; ++i) {
+  int32_t largest = start.significand == 0 ? kZeroExponent : start.exponent;
+  for (int i = 0; i < kBlock; ++i) {
     const Term x = unpack<7>(a[i]);
     const Term y = unpack<7>(b[i]);
     products[i] = Term{x.negative != y.negative, x.exponent + y.exponent, x.significand * y.significand};
-    const int32_t exponent = products[i].significand == 0 ? ZERO_EXPONENT : products[i].exponent;
+    const int32_t exponent = products[i].significand == 0 ? kZeroExponent : products[i].exponent;
     largest = exponent > largest ? exponent : largest;
   }
   int64_t sum = aligned<23>(start, largest);
@@ -135,22 +128,21 @@ MOK_RULE_FUNCTION uint32_t block(uint32_t c, const uint16_t *a, const uint16_t *
 // A whole chain: k products in blocks of 16 from `initial`, the last block padded with +0, then + 0.0f (section 4.3).
 // a(i) and b(i) give the bf16 patterns of position i.
 template <class A, class B>
-MOK_RULE_FUNCTION uint32_t chain(uint32_t initial, int64_t k, const A &a, const B &b) {
+MOK_HD uint32_t chain(uint32_t initial, int64_t k, const A &a, const B &b) {
   uint32_t accumulator = initial;
-  for (int64_t first = 0; first < k; first += BLOCK) {
-    uint16_t left[BLOCK];
-    uint16_t right[BLOCK];
-    for (int i = 0; i < BLOCK; ++i) {
+  for (int64_t first = 0; first < k; first += kBlock) {
+    uint16_t left[kBlock];
+    uint16_t right[kBlock];
+    for (int i = 0; i < kBlock; ++i) {
       left[i] = first + i < k ? a(first + i) : uint16_t{0};
       right[i] = first + i < k ? b(first + i) : uint16_t{0};
     }
     accumulator = block(accumulator, left, right);
   }
   if (is_nan<23>(accumulator)) {
-    return CANONICAL_NAN;
+    return kCanonicalNan;
   }
   return accumulator == 0x80000000u ? 0u : accumulator;
 }
 
 }  // namespace mok::rule
-#endif  // MOK_COMMON_TENSOR_CORE_RULE_H

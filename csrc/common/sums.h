@@ -1,0 +1,66 @@
+// The reduction orders of docs/arithmetic.md section 5, for one thread.
+#pragma once
+
+#include "common/platform.h"
+
+namespace mok {
+
+constexpr int64_t kLanes = 8;            // 5.2: lane = column mod 8
+constexpr int64_t kSegmentColumns = 64;  // 5.2
+constexpr int64_t kTokenBlock = 256;     // 5.3
+
+// The fold of eight lanes: ((0+1)+(2+3))+((4+5)+(6+7)).
+MOK_HD float fold(const float *lane) {
+  return f32::add(f32::add(f32::add(lane[0], lane[1]), f32::add(lane[2], lane[3])),
+                  f32::add(f32::add(lane[4], lane[5]), f32::add(lane[6], lane[7])));
+}
+
+// Tree (5.1) over values that come one after the other, in O(log n) memory: level[i] holds the sum of 2^i finished values where
+// bit i of count is set. At the end the incomplete right parts join from the smallest up, as in the definition.
+struct TreeSum {
+  float level[40];  // up to 2^40 - 1 values
+  int64_t count;
+};
+
+MOK_HD void tree_start(TreeSum *tree) { tree->count = 0; }
+
+MOK_HD void tree_add(TreeSum *tree, float value) {
+  int i = 0;
+  for (; (tree->count >> i) & 1; ++i) value = f32::add(tree->level[i], value);
+  tree->level[i] = value;
+  ++tree->count;
+}
+
+// +0 if nothing was added.
+MOK_HD float tree_result(const TreeSum *tree) {
+  if (tree->count == 0) return 0.0f;
+  int i = 0;
+  while (!((tree->count >> i) & 1)) ++i;
+  float value = tree->level[i];
+  for (++i; tree->count >> i; ++i) {
+    if ((tree->count >> i) & 1) value = f32::add(tree->level[i], value);
+  }
+  return value;
+}
+
+// RowSum (5.2): enter(lane, column) returns the lane with that column's term added, by f32::add or f32::fma.
+template <typename Enter>
+MOK_HD float row_sum(int64_t columns, const Enter &enter) {
+  TreeSum tree;
+  tree_start(&tree);
+  for (int64_t start = 0; start < columns; start += kSegmentColumns) {
+    float lane[kLanes] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+    const int64_t left = columns - start;
+    if (left >= kSegmentColumns) {
+      for (int64_t j = 0; j < kSegmentColumns; j += kLanes) {
+        for (int64_t l = 0; l < kLanes; ++l) lane[l] = enter(lane[l], start + j + l);
+      }
+    } else {
+      for (int64_t j = 0; j < left; ++j) lane[j % kLanes] = enter(lane[j % kLanes], start + j);
+    }
+    tree_add(&tree, fold(lane));
+  }
+  return tree_result(&tree);
+}
+
+}  // namespace mok

@@ -52,8 +52,16 @@ MOK_HD float row_sum(int64_t columns, const Enter &enter) {
     float lane[kLanes] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
     const int64_t left = columns - start;
     if (left >= kSegmentColumns) {
-      for (int64_t j = 0; j < kSegmentColumns; j += kLanes) {
-        for (int64_t l = 0; l < kLanes; ++l) lane[l] = enter(lane[l], start + j + l);
+      for (int64_t l = 0; l < kLanes; ++l) {  // eight equal chains: compilers make one vector of them
+        const int64_t c = start + l;
+        float sum = enter(0.0f, c);
+        sum = enter(sum, c + 8);
+        sum = enter(sum, c + 16);
+        sum = enter(sum, c + 24);
+        sum = enter(sum, c + 32);
+        sum = enter(sum, c + 40);
+        sum = enter(sum, c + 48);
+        lane[l] = enter(sum, c + 56);
       }
     } else {
       for (int64_t j = 0; j < left; ++j) lane[j % kLanes] = enter(lane[j % kLanes], start + j);

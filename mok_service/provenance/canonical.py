@@ -6,6 +6,7 @@ first as decimal strings (`decimal_text`) and the second as hex digits of the bi
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Mapping
 from typing import Any, Final
@@ -35,9 +36,9 @@ def float64_bits(value: float) -> str:
 
 
 def float64_from_bits(bits: str) -> float:
-    """The inverse of `float64_bits`. Raises ValueError on anything but 16 hex digits."""
-    if len(bits) != 16:
-        raise ValueError(f"not the bits of a binary64 value: {bits!r}; allowed: 16 hex digits")
+    """The inverse of `float64_bits`. Raises ValueError on anything but 16 lowercase hex digits."""
+    if re.fullmatch("[0-9a-f]{16}", bits) is None:
+        raise ValueError(f"not the bits of a binary64 value: {bits!r}; allowed: 16 lowercase hex digits")
     value: float = struct.unpack(">d", bytes.fromhex(bits))[0]
     return value
 

@@ -1,0 +1,1 @@
+"""The database: tables, all SQL, and the one place that commits."""

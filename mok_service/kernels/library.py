@@ -64,13 +64,14 @@ def load_library(backend: str) -> ctypes.CDLL:
     return library
 
 
-def source_digest(csrc: Path) -> str:
-    """SHA-256 over the native sources of a checkout: the rule is stated in csrc/CMakeLists.txt."""
-    total = hashlib.sha256()
-    files = [p for p in csrc.rglob("*") if p.is_file() and p.suffix in {".h", ".hpp", ".cuh", ".cpp", ".cu", ".txt", ".cmake"}]
-    for path in sorted(files, key=lambda p: p.relative_to(csrc).as_posix().encode()):
-        total.update(f"{path.relative_to(csrc).as_posix()} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
-    return total.hexdigest()
+def source_digest(csrc: Path, folders: tuple[str, ...] = ("include", "common", "cpu", "cmake")) -> str:
+    """SHA-256 over the native sources of a checkout, by the rule stated in csrc/cmake/build_info.cmake."""
+    files = [csrc / "CMakeLists.txt"]
+    for folder in folders:
+        files += [p for p in (csrc / folder).rglob("*") if p.suffix in {".h", ".cpp", ".cmake"}]
+    rows = sorted((path.relative_to(csrc).as_posix(), path) for path in files)
+    lines = "".join(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {name}\n" for name, path in rows)
+    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def _refuse_stale(path: Path, build: dict[str, Any]) -> None:

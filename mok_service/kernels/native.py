@@ -63,6 +63,12 @@ def check_rows(tensor: Tensor, name: str, dtype: torch.dtype, shape: tuple[int, 
     return int(tensor.stride(0))
 
 
+def host_blake3(tensor: Tensor) -> str:
+    """BLAKE3 (64 hex digits) of the little-endian, row-major bytes of a tensor in host memory."""
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return blake3_of(memoryview(data.numpy())).hex  # type: ignore[arg-type]
+
+
 class NativeBackend:
     """One device's kernels. `name` is "cpu" or "cuda", `device` the torch device that tensors must be on."""
 
@@ -123,8 +129,7 @@ class NativeBackend:
 
     def blake3(self, tensor: Tensor) -> str:
         """BLAKE3 (64 hex digits) of the tensor's little-endian, row-major bytes."""
-        data = tensor.detach().contiguous().cpu().reshape(-1)
-        return blake3_of(memoryview(data.view(torch.uint8).numpy())).hex  # type: ignore[arg-type]
+        return host_blake3(tensor.cpu())
 
     # ---- products [4] ----------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from blake3 import blake3
@@ -42,6 +43,12 @@ class Digest:
 def sha256(data: bytes | bytearray | memoryview) -> Digest:
     """SHA-256 of bytes."""
     return Digest("sha256", hashlib.sha256(data).hexdigest())
+
+
+def sha256_file(path: Path) -> Digest:
+    """SHA-256 of a file's bytes, read in pieces."""
+    with path.open("rb") as file:
+        return Digest("sha256", hashlib.file_digest(file, "sha256").hexdigest())
 
 
 def blake3_of(data: bytes | bytearray | memoryview, threads: int = 1) -> Digest:

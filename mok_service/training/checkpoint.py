@@ -1,0 +1,209 @@
+"""Checkpoints: the state after a step as safetensors, committed atomically, with its digests.
+
+A checkpoint is a folder `step-00000020` holding
+
+    model.safetensors       master weights, float32, Hugging Face names
+    config.json             the model in Hugging Face's terms: `from_pretrained` loads the folder
+    optimizer.safetensors   first/<name>, second/<name>, float32
+    checkpoint.json         step, chain head, digests of the state, of each tensor and of each file
+
+It is written under another name, flushed to the disk, and renamed: a partial one is never listed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mok_service.errors import Tampered
+from mok_service.kernels.native import host_blake3
+from mok_service.provenance.chain import StateDigests
+from mok_service.provenance.digest import Digest, TensorDigest, blake3_of, canonical_digest, sha256_file, state_digest
+
+MANIFEST = "checkpoint.json"
+_TYPE = "mok.checkpoint/v1"
+_NAME = re.compile(r"step-(\d{8,})")
+
+
+@dataclass(frozen=True)
+class CheckpointFile:
+    name: str
+    size: int  # bytes
+    sha256: str  # 64 hex digits
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """What is recorded of a checkpoint; `folder` is its name inside the store."""
+
+    step: int
+    folder: str
+    head: Digest
+    state: StateDigests
+    previous_norm: str  # bits of the stored gradient norm (clipping `previous`)
+    files: tuple[CheckpointFile, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "type": _TYPE, "step": self.step, "head": str(self.head), "state": self.state.as_dict(),
+            "previous_norm": self.previous_norm,
+            "files": [{"name": f.name, "size": f.size, "sha256": f.sha256} for f in self.files],
+        }  # fmt: skip
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> Self:
+        return cls(
+            step=int(value["step"]),
+            folder=folder_name(int(value["step"])),
+            head=Digest.parse(value["head"]),
+            state=StateDigests.from_dict(value["state"]),
+            previous_norm=value["previous_norm"],
+            files=tuple(CheckpointFile(f["name"], int(f["size"]), f["sha256"]) for f in value["files"]),
+        )
+
+
+@dataclass(frozen=True)
+class State:
+    """A training state in host memory, as named tensors."""
+
+    weights: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
+
+
+def folder_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def cursor_digest(step: int) -> Digest:
+    """The data cursor is the number of steps done: batch(step) is a pure function."""
+    return canonical_digest({"type": "mok.cursor/v1", "step": str(step)})
+
+
+class CheckpointStore:
+    """The checkpoints of one run, in one local folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def list(self) -> list[CheckpointInfo]:
+        """Every committed checkpoint, by ascending step."""
+        if not self.root.is_dir():
+            return []
+        steps = sorted(int(m[1]) for p in self.root.iterdir() if (m := _NAME.fullmatch(p.name)) and (p / MANIFEST).is_file())
+        return [self.info(step) for step in steps]
+
+    def info(self, step: int) -> CheckpointInfo:
+        """Raises Tampered when the manifest can't be read as one."""
+        path = self.root / folder_name(step) / MANIFEST
+        try:
+            return CheckpointInfo.from_dict(json.loads(path.read_bytes()))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise Tampered(f"{path.parent.name}/{MANIFEST} can't be read: {error}", step=step) from error
+
+    def save(
+        self, step: int, head: Digest, state: State, digests: StateDigests, previous_norm: str, config: Mapping[str, Any]
+    ) -> CheckpointInfo:
+        """Commit the state after `step`. An equal checkpoint that is there already is left as it is."""
+        final = self.root / folder_name(step)
+        if (final / MANIFEST).is_file():
+            return self.info(step)
+        partial = self.root / f".{folder_name(step)}.{os.getpid()}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        try:
+            save_file(dict(state.weights), partial / "model.safetensors", metadata={"format": "pt"})
+            save_file(dict(state.optimizer), partial / "optimizer.safetensors")
+            (partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+            files = tuple(
+                CheckpointFile(p.name, p.stat().st_size, sha256_file(p).hex)
+                for p in sorted(partial.iterdir(), key=lambda p: p.name)
+            )
+            info = CheckpointInfo(step, final.name, head, digests, previous_norm, files)
+            (partial / MANIFEST).write_text(json.dumps(info.as_dict(), indent=2, sort_keys=True) + "\n")
+            for path in partial.iterdir():
+                _flush(path)
+            _flush(partial)
+            shutil.rmtree(final, ignore_errors=True)  # a folder without manifest: what an older crash left
+            partial.rename(final)
+            _flush(self.root)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        return info
+
+    def load(self, info: CheckpointInfo) -> State:
+        """Read and check a checkpoint. Raises Tampered naming the file or the tensor whose bytes aren't the recorded ones."""
+        folder = self.root / info.folder
+        check_files(folder, info)
+        state = State(load_tensors(folder / "model.safetensors"), load_tensors(folder / "optimizer.safetensors"))
+        for part, tensors, expected in (
+            ("weights", state.weights, info.state.weights),
+            ("optimizer", state.optimizer, info.state.optimizer),
+        ):
+            got = state_digest(optimizer_rows(tensors, info.previous_norm) if part == "optimizer" else tensor_digests(tensors))
+            if got != expected:
+                raise Tampered(
+                    f"{info.folder}: the {part} have digest {got}, recorded is {expected}", step=info.step, part=part,
+                    expected=str(expected), got=str(got),
+                )  # fmt: skip
+        return state
+
+
+def check_files(folder: Path, info: CheckpointInfo) -> None:
+    """Raises Tampered naming the first file of a checkpoint that is missing or whose bytes aren't the recorded ones."""
+    for file in info.files:
+        path = folder / file.name
+        if path.parent != folder or not path.is_file():
+            raise Tampered(f"{info.folder}/{file.name} is missing", step=info.step, file=file.name)
+        got = sha256_file(path).hex
+        if got != file.sha256:
+            raise Tampered(
+                f"{info.folder}/{file.name} has sha256:{got}, recorded is sha256:{file.sha256}", step=info.step, file=file.name,
+                expected=f"sha256:{file.sha256}", got=f"sha256:{got}",
+            )  # fmt: skip
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """Every tensor of a safetensors file, by name."""
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+
+
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8"}
+
+
+def tensor_digest(name: str, tensor: Tensor, blake3: str) -> TensorDigest:
+    return TensorDigest(name, DTYPES[tensor.dtype], tuple(tensor.shape), blake3)
+
+
+def tensor_digests(tensors: Mapping[str, Tensor]) -> list[TensorDigest]:
+    """Digests of tensors in host memory."""
+    return [tensor_digest(name, tensor, host_blake3(tensor)) for name, tensor in tensors.items()]
+
+
+def optimizer_rows(tensors: Mapping[str, Tensor], previous_norm: str) -> list[TensorDigest]:
+    """The optimizer's state: both moments of every weight, and the stored gradient norm as a tensor of its own."""
+    return [*tensor_digests(tensors), previous_norm_row(previous_norm)]
+
+
+def previous_norm_row(bits: str) -> TensorDigest:
+    return TensorDigest("previous_norm", "F32", (), blake3_of(bytes.fromhex(bits)[::-1]).hex)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,106 @@
+"""Checkpoints of Hugging Face models: our configuration in their terms, and their weights by our names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mok_service.errors import InvalidSpec
+from mok_service.spec import ModelSpec
+from mok_service.training.checkpoint import load_tensors
+
+_MIXTRAL = ((".block_sparse_moe.", ".mlp."), (".w1.", ".gate_proj."), (".w3.", ".up_proj."), (".w2.", ".down_proj."))
+
+
+def config_of(model: ModelSpec, length: int) -> dict[str, Any]:
+    """A config.json for a model: Qwen3-MoE where queries and keys are normed by head, OLMoE where all heads together."""
+    kinds = {
+        "head": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+        "full": ("olmoe", "OlmoeForCausalLM"),
+        "none": ("mok", "MokForCausalLM"),
+    }
+    kind, architecture = kinds[model.qk_norm]
+    if model.shared_expert_intermediate_size:
+        kind, architecture = kinds["none"]
+    config: dict[str, Any] = {
+        "model_type": kind,
+        "architectures": [architecture],
+        "dtype": "float32",
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.head_size,
+        "num_experts": model.experts,
+        "num_experts_per_tok": model.top_k,
+        "intermediate_size": model.expert_intermediate_size,
+        "vocab_size": model.vocabulary_size,
+        "rms_norm_eps": model.norm_epsilon,
+        "rope_theta": model.rope_base,
+        "norm_topk_prob": model.renormalise_top_k,
+        "router_aux_loss_coef": model.aux_loss_coefficient,
+        "tie_word_embeddings": model.tie_embeddings,
+        "initializer_range": model.initializer_range,
+        "max_position_embeddings": length,
+        "hidden_act": "silu",
+        "attention_bias": False,
+    }
+    if kind != "olmoe":
+        config |= {
+            "moe_intermediate_size": model.expert_intermediate_size,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "shared_expert_intermediate_size": model.shared_expert_intermediate_size,
+            "z_loss_coefficient": model.z_loss_coefficient,
+        }
+    return config
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """The weights of a checkpoint folder (ours, Qwen3-MoE, OLMoE or Mixtral), float32, by our names.
+
+    Reads model.safetensors, or every shard of model.safetensors.index.json. Raises InvalidSpec when there is neither.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        if any(Path(name).name != name for name in names):
+            raise InvalidSpec(f"{index.name}: a shard lies outside the folder")
+        shards = [folder / name for name in names]
+    else:
+        shards = [folder / "model.safetensors"]
+    missing = [path.name for path in shards if not path.is_file()]
+    if missing:
+        raise InvalidSpec(
+            f"init_from.source: {folder.name!r} has no {missing[0]}",
+            errors=[{"field": "init_from.source", "value": folder.name, "problem": f"has no {missing[0]}"}],
+        )
+    tensors: dict[str, Tensor] = {}
+    for path in shards:
+        tensors |= load_tensors(path)
+    return by_our_names(tensors)
+
+
+def by_our_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Renames Mixtral's experts and takes stacked experts (gate_up_proj [E, 2I, H], down_proj [E, H, I]) apart; float32."""
+    out: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if ".block_sparse_moe." in name:
+            for theirs, ours in _MIXTRAL:
+                name = name.replace(theirs, ours)
+        value = tensor.to(torch.float32)
+        if name.endswith(".mlp.experts.gate_up_proj"):
+            base = name.removesuffix(".gate_up_proj")
+            for e, both in enumerate(value):
+                gate, up = both.chunk(2)
+                out[f"{base}.{e}.gate_proj.weight"], out[f"{base}.{e}.up_proj.weight"] = gate, up
+        elif name.endswith(".mlp.experts.down_proj"):
+            out |= {f"{name.removesuffix('.down_proj')}.{e}.down_proj.weight": down for e, down in enumerate(value)}
+        else:
+            out[name] = value
+    return out

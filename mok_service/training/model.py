@@ -18,6 +18,7 @@ from torch import Tensor
 from mok_service.kernels.native import F32, I32, I64, OPERAND_DTYPES, U8, NativeBackend
 from mok_service.spec import ModelSpec
 from mok_service.training.parameters import Parameters
+from mok_service.training.waves import Waves
 
 _LOGITS_MAX = 1 << 26  # elements of the logits' workspace; no bit depends on it
 
@@ -60,7 +61,7 @@ class Model:
         self._rope = backend.rope_table(length, spec.head_size, spec.rope_base)
         self._buffers: dict[str, Tensor] = {}
         self._routings: dict[str, _Routing] = {}
-        self._waves = _Waves(backend, shards)
+        self._waves = Waves(backend, shards)
         self._head_gradient = torch.zeros_like(self.parameters.gradient["embedding"]) if spec.tie_embeddings else None
 
     # ---- a step --------------------------------------------------------------------------------------------------------
@@ -508,38 +509,3 @@ class _Routing:
     offsets: Tensor  # int32 [E + 1]
     rows: int = 0
     counts: Tensor | None = None  # int32 [groups, E], a view of the step's sums
-
-
-class _Waves:
-    """The wave rule (docs/arithmetic.md, 15.3): groups of one wave are joined by a tree, waves are added in order."""
-
-    def __init__(self, backend: NativeBackend, shards: int) -> None:
-        self._backend, self._shards = backend, shards
-        self._partial: dict[str, list[Tensor | None]] = {}
-
-    def add(self, key: str, gradient: Tensor, group: int, fill: Callable[[Tensor], object]) -> None:
-        """`fill(out)` adds one group's sum to `out`; groups of a key come in ascending order."""
-        if self._shards == 1:
-            fill(gradient)
-            return
-        shard, levels = group % self._shards, self._partial.setdefault(key, [])
-        total = torch.zeros_like(gradient)
-        fill(total)
-        level = 0
-        while (shard >> level) & 1:
-            total = self._join(levels, level, total)
-            level += 1
-        if shard == self._shards - 1:
-            for above in range(level, len(levels)):
-                if levels[above] is not None:
-                    total = self._join(levels, above, total)
-            self._backend.add(gradient, total, gradient)
-        else:
-            levels.extend([None] * (level + 1 - len(levels)))
-            levels[level] = total
-
-    def _join(self, levels: list[Tensor | None], level: int, right: Tensor) -> Tensor:
-        left = levels[level]
-        assert left is not None
-        levels[level] = None
-        return self._backend.add(left, right, left)

@@ -1,0 +1,99 @@
+# The targets that people use. Everything lives in $(VENV); nothing is installed outside it.
+# Stamps under $(VENV)/stamps make a second run cheap: a step is repeated only when what it reads has changed.
+
+VENV ?= .venv
+PYTHON ?= python3
+STAMPS := $(VENV)/stamps
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+SOURCES := $(shell find csrc -type f)
+PACKAGES := -p mok_service -p mok_api -p mok_workers
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install demo test lint lock bench exhaustive test-gpu bench-gpu probe-gpu clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(STAMPS)/project ## make a virtual environment, build the native library, install the command mok
+
+demo: install ## train a tiny model through the service, rerun it, compare every step
+	@$(BIN)/mok demo
+
+test: lint ## all tests, after ruff, mypy and the import contracts
+	$(BIN)/python -m pytest
+
+lint: $(STAMPS)/test ## ruff, mypy and the import contracts
+	$(BIN)/ruff check .
+	$(BIN)/mypy $(PACKAGES)
+	$(BIN)/lint-imports --no-logo
+
+lock: $(STAMPS)/test ## choose newest versions and write requirements/*.txt with their hashes
+	$(PIP) install 'pip-tools>=7.5,<8'
+	$(call compile,--extra train --extra api --extra worker,lock.txt,requirements/torch-cpu.txt)
+	$(call compile,--all-extras,lock-test.txt,requirements/torch-cpu.txt -c requirements/lock.txt)
+
+bench: $(STAMPS)/test ## measure the CPU kernels and the service
+	$(BIN)/python -m benchmarks
+
+exhaustive: $(STAMPS)/test ## every value and every fault point; takes long
+	$(BIN)/python -m pytest -m exhaustive
+
+test-gpu: $(STAMPS)/test ## the tests that need a CUDA GPU
+	$(BIN)/python -m pytest -m gpu
+
+bench-gpu: $(STAMPS)/test ## measure the CUDA kernels
+	$(BIN)/python -m benchmarks --gpu
+
+probe-gpu: $(STAMPS)/test ## measure how this GPU's matrix unit rounds and adds
+	$(BIN)/python -m benchmarks.probe_gpu
+
+clean: ## remove what was built; keeps $(VENV) and .mok
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache $(STAMPS)/project
+
+# --- how it is installed ----------------------------------------------------------------------------------------------
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { \
+		echo "$(PYTHON) is $$($(PYTHON) --version 2>&1); Python 3.11, 3.12 or 3.13 is needed: make PYTHON=python3.11 ..."; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+		echo "Python's venv module is missing; install it: apt-get install python3-venv"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMPS)/compiler:
+	@printf '#include <concepts>\ntemplate <std::integral T> T f(T x) { return x; }\nint main() { return f(0); }\n' \
+		| $${CXX:-c++} -std=c++20 -x c++ -fsyntax-only - 2>/dev/null || { \
+		echo "No C++20 compiler: $${CXX:-c++} can't be used; install one: apt-get install g++, or dnf install gcc-c++"; exit 1; }
+	@mkdir -p $(STAMPS) && touch $@
+
+# torch comes first and by range, since one hashed lock can't serve both its CPU and its CUDA build.
+$(STAMPS)/torch: requirements/torch-cpu.txt | $(BIN)/python
+	@echo "Installing torch ..."
+	@if command -v nvidia-smi >/dev/null; then $(PIP) install 'torch>=2.9,<3'; else $(PIP) install -r $<; fi
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/run: requirements/lock.txt $(STAMPS)/torch
+	@echo "Installing what the lock names ..."
+	@$(PIP) install --no-deps --require-hashes -r $<
+	@touch $@
+
+$(STAMPS)/project: pyproject.toml $(SOURCES) $(STAMPS)/run | $(STAMPS)/compiler
+	@echo "Building the native library ..."
+	@$(PIP) install --no-deps --no-build-isolation --editable .
+	@$(PIP) check
+	@touch $@
+
+$(STAMPS)/test: requirements/lock-test.txt $(STAMPS)/project
+	@echo "Installing what the tests need ..."
+	@$(PIP) install --no-deps --require-hashes -r $<
+	@$(PIP) check
+	@touch $@
+
+# Every package of the project and its build but torch: $(1) extras, $(2) file, $(3) further inputs.
+define compile
+	CUSTOM_COMPILE_COMMAND='make lock' $(BIN)/pip-compile --quiet --upgrade --generate-hashes --strip-extras --no-annotate \
+		--no-emit-index-url --no-emit-find-links --no-emit-trusted-host --no-emit-options \
+		--unsafe-package torch --unsafe-package mok-service $(1) --output-file requirements/$(2) \
+		pyproject.toml requirements/build.in $(3)
+endef

@@ -1,0 +1,307 @@
+"""A client of the REST API: the command uses it, and so can any Python program.
+
+    with Client("http://127.0.0.1:8080") as client:
+        submitted = client.submit(spec_json)
+        for event in client.events(submitted["run"]["id"]):
+            print(event["type"], event["payload"])
+
+Answers are the decoded JSON. A refusal is raised as the same `MokError` that the service raised.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Final, Self
+
+import httpx
+
+from mok_service.errors import MokError, ServiceUnreachable
+
+READ_SECONDS: Final = 60.0          # for an answer
+SILENCE_SECONDS_MAX: Final = 45.0   # in an event stream, which says something every few seconds
+RETRY_SECONDS: Final = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)  # waits between attempts to reach a service that has gone away
+
+
+class Refused(MokError):
+    """A refusal of a kind that this client doesn't know by name."""
+
+    http_status, exit_status, code = 400, 2, "refused"
+
+
+class BadAddress(MokError):
+    """The address of the service isn't one."""
+
+    http_status, exit_status, code = 400, 2, "bad_address"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFile:
+    """`server.json` in a data folder: where the service that holds the folder listens."""
+
+    url: str
+    pid: int
+    boot: str
+
+    NAME: ClassVar[str] = "server.json"
+
+    @classmethod
+    def read(cls, data_dir: Path) -> Self | None:
+        """What the folder's file says, or None where there is none or its process is gone."""
+        try:
+            value = json.loads((data_dir / cls.NAME).read_text())
+            found = cls(str(value["url"]), int(value["pid"]), str(value["boot"]))
+            os.kill(found.pid, 0)
+        except (FileNotFoundError, NotADirectoryError, ProcessLookupError, ValueError, KeyError, TypeError):
+            return None
+        except PermissionError:  # another user's process: it's there
+            return found
+        return found
+
+
+def find_url(url: str | None, data_dir: Path) -> str | None:
+    """The address to use: the given one, else that of the service which holds the data folder, else None."""
+    if url:
+        return url
+    server = ServerFile.read(data_dir)
+    return None if server is None else server.url
+
+
+class Client:
+    """A connection to one service. Its methods raise ServiceUnreachable when nothing answers, or the service's refusal."""
+
+    def __init__(self, url: str, *, transport: httpx.BaseTransport | None = None,
+                 retry_seconds: tuple[float, ...] = RETRY_SECONDS) -> None:
+        self.url = url.rstrip("/")
+        self._retry_seconds = retry_seconds
+        try:
+            host = httpx.URL(self.url).host
+            self._http = httpx.Client(
+                base_url=self.url, transport=transport, timeout=httpx.Timeout(READ_SECONDS, connect=5.0),
+                trust_env=host not in ("localhost", "127.0.0.1", "::1"),  # a proxy can't reach a service on this machine
+            )
+        except httpx.InvalidURL as error:
+            raise BadAddress(f"{url!r} is no address: {error}; one looks like http://127.0.0.1:8080", url=url) from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.close()
+
+    # Jobs
+
+    def submit(self, spec: str | bytes, key: str | None = None) -> dict[str, Any]:
+        """Submit a job spec (JSON text): {"job": ..., "run": ...}. A lost answer is asked for again under the same
+        Idempotency-Key, so that one call makes one job."""
+        return self._create("/v1/jobs", spec, key)
+
+    def validate(self, spec: str | bytes) -> dict[str, Any]:
+        """What `submit` would do: the resolved spec and what it costs."""
+        return self._json("POST", "/v1/jobs/validate", content=spec)
+
+    def job(self, job_id: str) -> dict[str, Any]:
+        return self._json("GET", f"/v1/jobs/{_part(job_id)}")
+
+    def jobs(self, **filters: Any) -> dict[str, Any]:
+        """One page: {"items": [...], "next_cursor": ...}. Filters: name, digest, cursor, limit."""
+        return self._json("GET", "/v1/jobs", params=_given(filters))
+
+    def create_run(self, job_id: str, execution: Mapping[str, Any] | None = None, reproduces: str | None = None,
+                   key: str | None = None) -> dict[str, Any]:
+        """A new run of the job, compared step by step with an earlier one. `execution` replaces single keys of the job's."""
+        body = {"execution": execution, "reproduces": reproduces}
+        return self._create(f"/v1/jobs/{_part(job_id)}/runs", json.dumps(_given(body)), key)
+
+    # Runs
+
+    def run(self, run_id: str) -> dict[str, Any]:
+        return self._json("GET", f"/v1/runs/{_part(run_id)}")
+
+    def runs(self, **filters: Any) -> dict[str, Any]:
+        """One page. Filters: status, job, digest, cursor, limit."""
+        return self._json("GET", "/v1/runs", params=_given(filters))
+
+    def act(self, run_id: str, action: str) -> dict[str, Any]:
+        """cancel, pause or resume: the run as it's now."""
+        return self._json("POST", f"/v1/runs/{_part(run_id)}/{action}", content=b"{}")
+
+    def steps(self, run_id: str, after: int = -1, limit: int = 1000) -> list[dict[str, Any]]:
+        return self._items(run_id, "steps", after, limit)
+
+    def logs(self, run_id: str, after: int = 0, limit: int = 1000) -> list[dict[str, Any]]:
+        return self._items(run_id, "logs", after, limit)
+
+    def checkpoints(self, run_id: str) -> list[dict[str, Any]]:
+        return self._list(run_id, "checkpoints")
+
+    def verifications(self, run_id: str) -> list[dict[str, Any]]:
+        return self._list(run_id, "verifications")
+
+    def provenance(self, run_id: str) -> dict[str, Any]:
+        return self._json("GET", f"/v1/runs/{_part(run_id)}/provenance")
+
+    def checkpoint_file(self, run_id: str, step: int, name: str) -> Iterator[bytes]:
+        """The bytes of a checkpoint's file, in pieces."""
+        path = f"/v1/runs/{_part(run_id)}/checkpoints/{step}/files/{_part(name)}"
+        try:
+            with self._http.stream("GET", path) as response:
+                self._refuse(response)
+                yield from response.iter_bytes()
+        except httpx.TransportError as error:
+            raise self._unreachable(error) from None
+
+    def verify(self, run_id: str, level: str) -> dict[str, Any]:
+        """Ask the service to verify a run by itself: level check."""
+        return self._json("POST", "/v1/verifications", content=json.dumps({"run": run_id, "level": level}))
+
+    def events(self, run_id: str, after: int = 0) -> Iterator[dict[str, Any]]:
+        """Every event of a run from number `after` + 1 on, as it happens, until the run has ended.
+
+        A stream that breaks is taken up again at the next number: no event is missed, and none comes twice. Raises
+        ServiceUnreachable when it can't be.
+        """
+        failures = 0
+        while True:
+            lost: Exception | None = None
+            try:
+                for event in self._stream(run_id, after):
+                    if event is None:
+                        return
+                    if event["number"] > after:
+                        after, failures = event["number"], 0
+                        yield event
+            except httpx.TransportError as error:
+                lost = error
+            if failures == len(self._retry_seconds):
+                raise ServiceUnreachable(f"the event stream of {run_id} broke off after event {after}: {_said(lost)}", run=run_id)
+            time.sleep(self._retry_seconds[failures])
+            failures += 1
+
+    # How requests are made
+
+    def _stream(self, run_id: str, after: int) -> Iterator[dict[str, Any] | None]:
+        """One connection's events; None when the service says that there are no more."""
+        headers = {"Accept": "text/event-stream", "Last-Event-ID": str(after)}
+        timeout = httpx.Timeout(SILENCE_SECONDS_MAX, connect=5.0)
+        with self._http.stream("GET", f"/v1/runs/{_part(run_id)}/events", headers=headers, timeout=timeout) as response:
+            self._refuse(response)
+            for name, data in parse_stream(response.iter_lines()):
+                if name == "end":
+                    yield None
+                    return
+                yield json.loads(data)
+
+    def _create(self, path: str, body: str | bytes, key: str | None) -> dict[str, Any]:
+        headers = {"Idempotency-Key": key or str(uuid.uuid4())}
+        for seconds in (*self._retry_seconds[:3], None):
+            try:
+                return self._json("POST", path, content=body, headers=headers)
+            except ServiceUnreachable:
+                if seconds is None:
+                    raise
+                time.sleep(seconds)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _items(self, run_id: str, what: str, after: int, limit: int) -> list[dict[str, Any]]:
+        """Everything after a number, page after page."""
+        items: list[dict[str, Any]] = []
+        while True:
+            page = self._json("GET", f"/v1/runs/{_part(run_id)}/{what}", params={"after": after, "limit": limit})
+            items += page["items"]
+            if len(page["items"]) < limit:
+                return items
+            after = page["next_after"]
+
+    def _list(self, run_id: str, what: str) -> list[dict[str, Any]]:
+        items: list[dict[str, Any]] = self._json("GET", f"/v1/runs/{_part(run_id)}/{what}")["items"]
+        return items
+
+    def _json(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+        if "content" in options:
+            options["headers"] = {"Content-Type": "application/json", **options.get("headers", {})}
+        try:
+            response = self._http.request(method, path, **options)
+        except httpx.TransportError as error:
+            raise self._unreachable(error) from None
+        self._refuse(response)
+        return self._decoded(response)
+
+    def _refuse(self, response: httpx.Response) -> None:
+        """Raise what an answer that isn't a success says."""
+        if response.is_success:
+            return
+        response.read()
+        error = self._decoded(response).get("error")
+        if not isinstance(error, dict) or not isinstance(error.get("code"), str):
+            raise self._foreign(response)
+        raise refusal(response.status_code, error)
+
+    def _decoded(self, response: httpx.Response) -> dict[str, Any]:
+        try:
+            value = response.json()
+        except ValueError:
+            raise self._foreign(response) from None
+        if not isinstance(value, dict):
+            raise self._foreign(response)
+        return value
+
+    def _foreign(self, response: httpx.Response) -> MokError:
+        return ServiceUnreachable(f"what answers at {self.url} is no MoK service (status {response.status_code})", url=self.url)
+
+    def _unreachable(self, error: httpx.TransportError) -> MokError:
+        if isinstance(error, httpx.UnsupportedProtocol):
+            return BadAddress(f"{self.url!r} is no address; one looks like http://127.0.0.1:8080", url=self.url)
+        return ServiceUnreachable(f"no service answers at {self.url} ({_said(error)}); `mok serve` starts one", url=self.url)
+
+
+def refusal(status: int, error: Mapping[str, Any]) -> MokError:
+    """The exception that an error answer stands for."""
+    code, message, detail = error["code"], str(error.get("message", "")), error.get("detail")
+    kinds = {kind.code: kind for kind in _kinds(MokError) if "code" in vars(kind)}
+    kind = kinds.get(code, Refused if status < 500 else MokError)
+    made = kind(message)
+    made.detail = dict(detail) if isinstance(detail, Mapping) else {}
+    return made
+
+
+def parse_stream(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """(event, data) of a text/event-stream. An event that the stream's end cuts off isn't one."""
+    name, data = "message", list[str]()
+    for line in lines:
+        if line == "":
+            if data:
+                yield name, "\n".join(data)
+            name, data = "message", []
+        field, _, value = line.partition(":")
+        value = value.removeprefix(" ")
+        if field == "event":
+            name = value
+        elif field == "data":
+            data.append(value)
+
+
+def _kinds(root: type[MokError]) -> Iterator[type[MokError]]:
+    yield root
+    for kind in root.__subclasses__():
+        yield from _kinds(kind)
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _part(text: str) -> str:
+    """One part of a path."""
+    from urllib.parse import quote
+
+    return quote(text, safe="")
+
+
+def _said(error: Exception | None) -> str:
+    return "it ended" if error is None else str(error) or type(error).__name__

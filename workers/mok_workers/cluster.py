@@ -1,0 +1,353 @@
+"""Where attempts run, behind a small interface: a Ray of our own, or threads of this process (for tests)."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import psutil
+
+from mok_service.environment import VARIABLES, gpus, usable_cores
+from mok_workers.actor import CALLS_AT_ONCE_MAX, TrainActor
+from mok_workers.attempt import Attempt, Open
+from mok_workers.messages import RECORDS_A_REPLY_MAX, Lost, Payload, Reply, Seen
+from mok_workers.placement import NodeSize
+
+OBJECT_STORE_BYTES: Final = 100 << 20   # replies are small; Ray's own least is 75 MiB
+TEMP_LENGTH_MAX: Final = 40             # Ray adds 64 characters to reach its sockets, and AF_UNIX ends at 107
+
+# All of the environment that Ray and its workers see: they inherit it whole, and Ray shows it to whoever asks.
+ALLOWED_VARIABLES: Final = frozenset({
+    *VARIABLES, "PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV",
+    "PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "CUDA_HOME", "NVIDIA_DRIVER_CAPABILITIES", "MOK_LIBRARY", "MOK_CUDA_LIBRARY",
+    "MOK_ALLOW_STALE_LIBRARY",
+})
+RAY_VARIABLES: Final = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    # A killed raylet is seen after about 4 s instead of 14; a machine that is merely busy isn't taken for dead.
+    "RAY_health_check_initial_delay_ms": "0",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_failure_threshold": "3",
+    # GPUs are numbered as NVML numbers them, so that a recorded UUID is that of the device used.
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+}
+
+
+class Handle(Protocol):
+    """One placed attempt. No call of it waits."""
+
+    def ask(self, seen: Seen, lease_seconds: float) -> None:
+        """Ask what came after `seen`, unless a question is open. The attempt ends by itself after `lease_seconds` without one."""
+
+    def poll(self) -> Reply | Lost | None:
+        """The answer, once it is there."""
+
+    def stop(self) -> None:
+        """Ask the attempt to stop after the step it is computing, with a checkpoint."""
+
+    def end(self) -> None:
+        """End the attempt's process and give its devices back; also when it is gone already."""
+
+    def gone(self) -> bool:
+        """After `end`: whether the process has ended and the devices are free."""
+
+
+class Cluster(Protocol):
+    def start(self) -> None: ...
+
+    def nodes(self) -> Sequence[NodeSize]:
+        """What is there in all, by live node."""
+
+    def place(self, payload: Payload) -> Handle:
+        """Make a placement group and an actor named after the attempt. Doesn't wait for either."""
+
+    def names(self) -> set[str]:
+        """The attempts that hold devices, whoever placed them."""
+
+    def end(self, name: str) -> None:
+        """Give back what the attempt of this name holds."""
+
+    def close(self) -> None:
+        """End everything."""
+
+
+# ---- Ray -------------------------------------------------------------------------------------------------------------
+
+class RayCluster:
+    """A Ray of our own on this machine: own folder, own token, no dashboard, nothing in its environment but the allow-list.
+
+    `start` must be called by a thread that lives until `close`: the kernel ends Ray's processes with the thread that made them.
+    """
+
+    def __init__(
+        self, folder: Path, opens: Open, *, records_max: int = RECORDS_A_REPLY_MAX, seconds_max: float = 1.0
+    ) -> None:
+        """`folder`: where Ray may keep its files, if the path is short enough. An attempt answers when it has something to tell,
+        at the latest after `seconds_max`, with at most `records_max` step records."""
+        self._folder, self._opens, self._limits = folder, opens, (records_max, seconds_max)
+        self._temp: Path | None = None
+
+    def start(self) -> None:
+        self._temp = temp_folder(self._folder)
+        # What the process itself needs to talk to its Ray stays; all else comes back after Ray's processes have started.
+        own = {**RAY_VARIABLES, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        with only_allowed_environment():
+            os.environ.update(own)
+            import ray
+
+            ray.init(
+                address="local", _temp_dir=str(self._temp / "r"), _node_ip_address="127.0.0.1", include_dashboard=False,
+                log_to_driver=False, configure_logging=False, num_cpus=usable_cores(), num_gpus=len(gpus()),
+                object_store_memory=OBJECT_STORE_BYTES,
+            )
+        os.environ.update(own)
+
+    def nodes(self) -> Sequence[NodeSize]:
+        import ray
+
+        alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+        return [
+            NodeSize(node["NodeManagerHostname"], int(node["Resources"].get("CPU", 0)), int(node["Resources"].get("GPU", 0)))
+            for node in alive
+        ]
+
+    def place(self, payload: Payload) -> Handle:
+        import ray
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        devices = payload.devices
+        group = placement_group([{"CPU": devices.cpus, "GPU": devices.gpus}], strategy="STRICT_PACK", name=payload.name)
+        actor = ray.remote(TrainActor).options(
+            name=payload.name, num_cpus=devices.cpus, num_gpus=devices.gpus, max_restarts=0, max_task_retries=0,
+            max_concurrency=CALLS_AT_ONCE_MAX, scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
+        ).remote(payload, self._opens)
+        return RayHandle(group, actor, self._limits)
+
+    def names(self) -> set[str]:
+        from ray.util.placement_group import placement_group_table
+
+        return {group["name"] for group in placement_group_table().values() if group["state"] != "REMOVED"}
+
+    def end(self, name: str) -> None:
+        import ray
+        from ray.util.placement_group import remove_placement_group
+
+        with suppress(ValueError):  # there is no such group any more
+            remove_placement_group(ray.util.get_placement_group(name))
+
+    def close(self) -> None:
+        import ray
+
+        ray.shutdown()
+        if self._temp is not None:
+            shutil.rmtree(self._temp, ignore_errors=True)
+
+
+class RayHandle:
+    def __init__(self, group: Any, actor: Any, limits: tuple[int, float]) -> None:
+        self._group, self._actor, self._limits = group, actor, limits
+        self._call: Any = None
+        self._process: psutil.Process | None = None  # of the actor, when it is on this machine
+        self._ended = self._dead = False
+
+    def ask(self, seen: Seen, lease_seconds: float) -> None:
+        if self._call is None:
+            self._call = self._actor.advance.remote(seen, *self._limits, lease_seconds)
+
+    def poll(self) -> Reply | Lost | None:
+        import ray
+        from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
+
+        if self._call is None or not ray.wait([self._call], timeout=0)[0]:
+            return None
+        call, self._call = self._call, None
+        try:
+            reply: Reply = ray.get(call)
+        except RayTaskError as error:
+            return Lost("failed", f"the worker failed to answer: {error.cause}")
+        except RayError as error:
+            self._dead = True
+            memory = isinstance(error, OutOfMemoryError) or "memory" in str(error).lower()
+            return Lost("out_of_memory" if memory else "worker_lost", _sentence(error))
+        if reply.started is not None:
+            self._process = _local_process(reply.started.placement)
+        return reply
+
+    def stop(self) -> None:
+        self._actor.stop.remote(True)
+
+    def end(self) -> None:
+        import ray
+        from ray.util.placement_group import remove_placement_group
+
+        if self._ended:
+            return
+        self._ended = True
+        if self._call is None and not self._dead:
+            self._call = self._actor.stop.remote(False)  # fails once the actor is dead: that is how `gone` knows
+        ray.kill(self._actor, no_restart=True)
+        remove_placement_group(self._group)
+
+    def gone(self) -> bool:
+        from ray.util.placement_group import placement_group_table
+
+        assert self._ended, "end it first"
+        if not self._dead:
+            answer = self.poll()
+            if answer is None and self._call is not None:
+                return False
+            if not isinstance(answer, Lost):  # it was answered just before it died
+                self._call = self._actor.stop.remote(False)
+                return False
+            self._dead = True
+        if self._process is not None and _runs(self._process):
+            return False
+        return str(placement_group_table(self._group)["state"]) == "REMOVED"
+
+
+def _sentence(error: Exception) -> str:
+    """Ray's message on one line, without what is of no use to anyone."""
+    lines = (line.strip() for line in str(error).splitlines())
+    kept = [line for line in lines if line and not line.startswith(("class_name:", "actor_id:", "namespace:", "name:"))]
+    return " ".join(kept)[:1000]
+
+
+def _local_process(placement: Mapping[str, Any]) -> psutil.Process | None:
+    import socket
+
+    if placement.get("host") != socket.gethostname():
+        return None
+    with suppress(psutil.Error):
+        return psutil.Process(placement["pid"])
+    return None
+
+
+def _runs(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def temp_folder(wanted: Path) -> Path:
+    """An empty folder that only this user may enter: `wanted`, or one of the system's temporary folder when its path is too long.
+
+    Ray opens its own folder to everybody, so it gets one inside.
+    """
+    if len(str(wanted / "r")) > TEMP_LENGTH_MAX:
+        name = hashlib.sha256(str(wanted).encode()).hexdigest()[:8]
+        base = Path(tempfile.gettempdir())
+        wanted = (base if len(str(base)) <= TEMP_LENGTH_MAX - 24 else Path("/tmp")) / f"mok-ray-{os.getuid()}-{name}"
+    shutil.rmtree(wanted, ignore_errors=True)  # what a killed service left
+    try:
+        wanted.mkdir(mode=0o700, parents=True)
+    except FileExistsError:  # somebody else's
+        wanted = Path(tempfile.mkdtemp(prefix="mok-ray-", dir=wanted.parent))
+    return wanted
+
+
+@contextmanager
+def only_allowed_environment() -> Iterator[None]:
+    """While it lasts, this process, and what it starts, has only the variables of the allow-list."""
+    saved = dict(os.environ)
+    for name in saved.keys() - ALLOWED_VARIABLES:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - saved.keys():
+            del os.environ[name]
+        os.environ.update(saved)
+
+
+# ---- Threads ---------------------------------------------------------------------------------------------------------
+
+@dataclass
+class InProcessHandle:
+    """A handle on an attempt in this process. Tests make it deaf (`lost`) to act as a killed worker."""
+
+    attempt: Attempt
+    forget: Callable[[], None]
+    question: tuple[Seen, float] | None = None
+    lost: Lost | None = None
+
+    def ask(self, seen: Seen, lease_seconds: float) -> None:
+        if self.question is None:
+            self.question = seen, lease_seconds
+
+    def poll(self) -> Reply | Lost | None:
+        if self.question is None or self.lost is not None:
+            return self.lost
+        reply = self.attempt.advance(self.question[0], lease_seconds=self.question[1])
+        if reply.empty:
+            return None
+        self.question = None
+        return reply
+
+    def stop(self) -> None:
+        self.attempt.stop(checkpoint=True)
+
+    def kill(self) -> None:
+        """What SIGKILL does to a worker: nothing more is heard of it."""
+        self.lost = Lost("worker_lost", "the worker was killed")
+        self.attempt.stop(checkpoint=False)
+
+    def end(self) -> None:
+        self.kill()
+
+    def gone(self) -> bool:
+        ended = self.attempt.join(0.0)
+        if ended:
+            self.forget()
+        return ended
+
+
+class InProcessCluster:
+    """Runs attempts in threads of this process. For tests, and for nothing else."""
+
+    def __init__(self, nodes: Sequence[NodeSize], opens: Open) -> None:
+        self._nodes, self._opens = nodes, opens
+        self.handles: dict[str, InProcessHandle] = {}
+        self.placed: list[Payload] = []
+
+    def start(self) -> None:
+        pass
+
+    def nodes(self) -> Sequence[NodeSize]:
+        return self._nodes
+
+    def place(self, payload: Payload) -> InProcessHandle:
+        assert payload.name not in self.handles, f"{payload.name} is placed twice"
+        self.placed.append(payload)
+        attempt = Attempt(payload, self._opens)
+        handle = InProcessHandle(attempt, lambda: self._forget(payload.name))
+        self.handles[payload.name] = handle
+        attempt.start()
+        return handle
+
+    def _forget(self, name: str) -> None:
+        self.handles.pop(name, None)
+
+    def names(self) -> set[str]:
+        return set(self.handles)
+
+    def end(self, name: str) -> None:
+        self.handles[name].end()
+
+    def close(self) -> None:
+        for handle in self.handles.values():
+            handle.end()
+        for handle in list(self.handles.values()):
+            handle.attempt.join(10.0)
+        self.handles.clear()

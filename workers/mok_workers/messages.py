@@ -1,0 +1,117 @@
+"""What travels between the scheduler and an attempt: frozen values, free of any database and of Ray."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any, Final, Literal
+
+from mok_service.lifecycle import AttemptEnd, StopReason
+from mok_service.provenance.chain import StepRecord
+from mok_service.provenance.checkpoint import CheckpointInfo
+from mok_service.provenance.manifest import DataManifest
+
+RECORDS_A_REPLY_MAX: Final = 256
+LINES_A_REPLY_MAX: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """What an attempt holds of one node."""
+
+    kind: Literal["cpu", "cuda"]
+    cpus: int
+    gpus: int
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """All that a worker needs to execute one attempt. No database URL, no key."""
+
+    name: str                    # run id and attempt: unique, names the placement group
+    job: dict[str, Any]          # the resolved JobSpec as JSON, {"training", "execution"}
+    data_roots: tuple[str, ...]
+    checkpoints: str             # the run's checkpoint folder
+    manifest: DataManifest | None  # what the data must be, once an earlier attempt recorded it
+    last_step: int | None        # last step record on file; the attempt must not leave a gap after it
+    lease_seconds: float
+    devices: Devices
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of the attempt's log; `sequence` counts from 0."""
+
+    sequence: int
+    at: datetime
+    level: Literal["debug", "info", "warning", "error"]
+    message: str
+    step: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """What the worker found, before its first step."""
+
+    environment: dict[str, Any]
+    placement: dict[str, Any]
+    manifest: DataManifest
+    resumed_from: int | None     # step of the checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """How much of an attempt its caller has on file. Asking again with the same value gives the same things again."""
+
+    started: bool = False
+    step: int = -1
+    checkpoint: int = -1
+    lines: int = 0               # log lines with a lower sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why an attempt failed. `reason` is set when trying again would fail the same way: the run then fails with it."""
+
+    end: AttemptEnd
+    message: str
+    reason: StopReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What came after `Seen`: records in order of steps, each checkpoint with or after its record.
+
+    `status` other than running comes with the last of everything: `done` (with the final checkpoint), `stopped`, `failed`.
+    """
+
+    started: Started | None
+    records: tuple[StepRecord, ...]
+    lines: tuple[Line, ...]
+    checkpoints: tuple[CheckpointInfo, ...]
+    status: Literal["running", "done", "stopped", "failed"]
+    final: CheckpointInfo | None = None
+    failure: Failure | None = None
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to put on file."""
+        return not (self.started or self.records or self.lines or self.checkpoints) and self.status == "running"
+
+    def after(self, seen: Seen) -> Seen:
+        """What the caller has once it put this on file."""
+        return replace(
+            seen,
+            started=seen.started or self.started is not None,
+            step=self.records[-1].step if self.records else seen.step,
+            checkpoint=max((c.step for c in self.checkpoints), default=seen.checkpoint),
+            lines=self.lines[-1].sequence + 1 if self.lines else seen.lines,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The attempt is gone without a word: its process, its node, or what Ray knew of it."""
+
+    end: AttemptEnd
+    message: str

@@ -1,0 +1,119 @@
+"""Opens the real training for an attempt: data, kernels, and the newest checkpoint that is whole."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mok_service.environment import environment, gpus
+from mok_service.errors import InvalidSpec, Tampered
+from mok_service.kernels import load_backend
+from mok_service.provenance.chain import StepRecord
+from mok_service.provenance.checkpoint import CheckpointFile, CheckpointInfo
+from mok_service.spec import JobSpec, parse_job
+from mok_service.training.checkpoint import CheckpointInfo as LoopCheckpoint
+from mok_service.training.checkpoint import CheckpointStore, folder_name
+from mok_service.training.data import contained, open_corpus
+from mok_service.training.hugging_face import read_weights
+from mok_service.training.loop import Trainer
+from mok_workers.attempt import Control
+from mok_workers.messages import Payload
+
+
+class NativeTraining:
+    """A training by the native kernels of this machine; see `mok_workers.attempt.Training`."""
+
+    def __init__(self, payload: Payload, control: Control) -> None:
+        self._control = control
+        job = parse_job(payload.job)
+        roots = [Path(root) for root in payload.data_roots]
+        corpus = open_corpus(job.training.data, roots, job.training.model.vocabulary_size, payload.manifest)
+        self.manifest = corpus.manifest
+        control.log(f"data: {len(self.manifest.files):,} files, {self.manifest.tokens:,} tokens, {self.manifest.digest()}")
+        backend = load_backend(job.execution.device, threads=job.execution.threads)
+        self.environment = environment() | {"kernels": backend.info()}
+        self.placement = {
+            "host": socket.gethostname(), "pid": os.getpid(), "rank": 0, "cpus": payload.devices.cpus,
+            "gpus": [gpu.uuid for gpu in gpus()] if payload.devices.gpus else [],
+        }
+        self._store = CheckpointStore(Path(payload.checkpoints))
+        # Steps that nobody has on record are computed again, even where a checkpoint reaches further: the chain has no gap.
+        at_most = -1 if payload.last_step is None else payload.last_step
+        start = initial_weights(job, roots, self._store.root.parent)
+        self._trainer = whole_trainer(
+            self._store, at_most, control,
+            lambda limit: Trainer(job, corpus, backend, self._store, resume_at_most=limit, initial_weights=start),
+        )
+        self.resumed_from = self._trainer.step if self._trainer.record_zero is None else None
+
+    def checkpoints(self) -> list[CheckpointInfo]:
+        return [on_record(info) for info in self._store.list() if info.step <= self._trainer.step]
+
+    def records(self) -> Iterator[StepRecord]:
+        told = {info.step for info in self.checkpoints()}
+        for record in self._trainer.records():
+            if record.step and record.step not in told:
+                told |= self._tell(record.step)
+            yield record
+            stop = self._control.stop_wanted()
+            if stop == "checkpoint" and record.step and record.step not in told:
+                self._control.checkpoint(on_record(self._trainer.save()))
+            if stop is not None:
+                return
+
+    def _tell(self, step: int) -> set[int]:
+        """Report the checkpoint of this step, if the loop committed one."""
+        if not (self._store.root / folder_name(step)).is_dir():
+            return set()
+        self._control.checkpoint(on_record(self._store.info(step)))
+        return {step}
+
+
+def open_training(payload: Payload, control: Control) -> NativeTraining:
+    """What the service's attempts run."""
+    return NativeTraining(payload, control)
+
+
+def whole_trainer(store: CheckpointStore, at_most: int, control: Control, make: Any) -> Trainer:
+    """A trainer at the newest checkpoint up to `at_most` whose bytes are as recorded.
+
+    A damaged one is set aside under a hidden name, so that its step is computed and committed again.
+    """
+    while True:
+        try:
+            trainer: Trainer = make(at_most)
+            return trainer
+        except Tampered as error:
+            step = error.detail["step"]
+            folder = store.root / folder_name(step)
+            folder.rename(folder.with_name(f".{folder.name}.damaged-{os.getpid()}"))
+            control.log(f"the checkpoint after step {step} is damaged and was set aside: {error.message}", "warning", step)
+
+
+def initial_weights(job: JobSpec, roots: list[Path], runs: Path) -> dict[str, Tensor] | None:
+    """The weights that the job starts from, or None for random ones. `runs`: the folder of all runs' checkpoints."""
+    if job.training.init_from is None:
+        return None
+    source = job.training.init_from.source
+    run, at, step = source.partition("@")
+    if at:
+        return read_weights(runs / run / folder_name(int(step)))
+    for root in roots:
+        if (root / source).is_dir():
+            return read_weights(contained(root / source, root.resolve(), source))
+    raise InvalidSpec(
+        f"training.init_from.source = {source!r}: there is no such folder below the data roots",
+        errors=[{"field": "training.init_from.source", "value": source, "problem": "no such folder below the data roots"}],
+    )
+
+
+def on_record(info: LoopCheckpoint) -> CheckpointInfo:
+    """The loop's checkpoint as the value that goes on record."""
+    files = tuple(CheckpointFile(**asdict(file)) for file in info.files)
+    return CheckpointInfo(info.step, info.folder, files, info.state, info.head)

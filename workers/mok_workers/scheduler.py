@@ -1,0 +1,361 @@
+"""The scheduler: claims queued runs, places them, and carries what their workers tell into the database.
+
+`tick` does one round and never waits: not for a worker, not for Ray, not for time. Every use case that it calls is one
+transaction, and none is open while a device works. When the process dies between two calls, the next one finds all it needs
+in the database: what was not put on file is computed again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any, Final
+
+from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+
+from mok_service import jobs, runs
+from mok_service.db.session import Database
+from mok_service.environment import hardware
+from mok_service.errors import Conflict, LeaseLost
+from mok_service.lifecycle import AttemptEnd, StopReason
+from mok_service.runs.types import AppendResult, Lease, LogLine, Outcome, Run
+from mok_service.settings import Settings
+from mok_workers.cluster import Cluster, Handle
+from mok_workers.messages import Line, Lost, Payload, Reply, Seen
+from mok_workers.node import describe
+from mok_workers.placement import NodeSize, fits, free_after, place
+
+log = logging.getLogger("mok.scheduler")
+
+REAP_SECONDS: Final = 1.0
+BUSY_TICK_SECONDS: Final = 0.1   # with something running, the scheduler looks at least this often
+RETRY_SECONDS_MAX: Final = 600.0
+DATABASE_TROUBLE: Final = (OperationalError, InterfaceError, PoolTimeout)  # it may be back at the next tick
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The run ends with this attempt, or pauses."""
+
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The attempt is over; the run may have another."""
+
+    end: AttemptEnd
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """The run is somebody else's by now: give the devices back, and write nothing."""
+
+
+Ending = Finish | Release | Forget
+
+
+@dataclass
+class Active:
+    """An attempt that this scheduler placed."""
+
+    lease: Lease
+    run: Run
+    handle: Handle
+    since: datetime
+    renewed_at: datetime
+    seen: Seen = field(default_factory=Seen)
+    answered: bool = False               # its process is up
+    stopping_since: datetime | None = None
+    ending: Ending | None = None         # what to write once its devices are free
+    ended_at: datetime | None = None
+
+    @property
+    def name(self) -> str:
+        return attempt_name(self.lease)
+
+
+class Scheduler:
+    """One scheduler on one cluster. `clock` is only asked by `run_forever`; `tick` is told the time."""
+
+    def __init__(
+        self, db: Database, cluster: Cluster, settings: Settings, *, clock: Callable[[], datetime] | None = None,
+        worker: str = "local", boot_id: str = "",
+    ) -> None:
+        self._db, self._cluster, self._settings = db, cluster, settings
+        self._clock = clock or db.now
+        self._worker, self._boot_id = worker, boot_id
+        self._active: list[Active] = []
+        self._nodes: Sequence[NodeSize] = ()
+        self._here: dict[str, Any] = hardware()
+        self._reaped_at: datetime | None = None
+        self._reported_at: datetime | None = None
+
+    # ---- one round -------------------------------------------------------------------------------------------------------
+
+    def boot(self, now: datetime) -> None:
+        """Before the first tick: what an earlier boot of this scheduler left running goes back to the queue; then the cluster."""
+        for run_id in runs.end_leases_of_earlier_boots(self._db, self._boot_id, now, self._worker):
+            log.warning("%s goes on after the restart", run_id)
+        self._cluster.start()
+
+    def tick(self, now: datetime) -> None:
+        """Reap, hear every attempt, claim. Raises only when the database can't be reached: nothing is lost then, tick again."""
+        if due(self._reported_at, now, self._settings.heartbeat_seconds):
+            self._report(now)
+        if due(self._reaped_at, now, REAP_SECONDS):
+            runs.reap(self._db, now)
+            self._reaped_at = now
+        for active in list(self._active):
+            self._guarded(active, now)
+        while (lease := self._claim(now)) is not None:
+            try:
+                self._begin(lease, now)
+            except DATABASE_TROUBLE:
+                raise
+            except Exception as error:
+                log.exception("%s can't be started", attempt_name(lease))
+                retry_at = now + timedelta(seconds=self._settings.retry_seconds)
+                runs.release(self._db, lease, "failed", f"{type(error).__name__}: {error}", now, retry_at)
+
+    @property
+    def idle(self) -> bool:
+        return not self._active
+
+    def _report(self, now: datetime) -> None:
+        self._nodes = self._cluster.nodes()
+        runs.report_nodes(self._db, self._worker, describe(self._nodes, self._here, self._worker), now)
+        for name in self._cluster.names() - {active.name for active in self._active}:
+            log.warning("ended %s: it held devices, and no attempt has that name", name)
+            self._cluster.end(name)
+        self._reported_at = now
+
+    def _guarded(self, active: Active, now: datetime) -> None:
+        """One attempt's trouble is not another's."""
+        try:
+            self._serve(active, now)
+        except LeaseLost as error:
+            log.warning("%s: %s", active.name, error)
+            self._end(active, Forget(), now)
+        except DATABASE_TROUBLE:
+            raise
+        except Exception as error:
+            log.exception("%s failed", active.name)
+            if isinstance(active.ending, Release):  # not even that can be written: its lease will expire
+                self._end(active, Forget(), now)
+            else:
+                self._end(active, Release("failed", f"{type(error).__name__}: {error}"), now)
+
+    def _serve(self, active: Active, now: datetime) -> None:
+        if not isinstance(active.ending, Forget) and due(active.renewed_at, now, self._settings.heartbeat_seconds):
+            runs.renew(self._db, active.lease, now)
+            active.renewed_at = now
+        if active.ending is not None:
+            self._complete(active, now)
+            return
+        self._obey(active, now)
+        if active.ending is None:
+            self._hear(active, now)
+        if active.ending is None:
+            self._watch(active, now)
+        if active.ending is None:
+            left = active.renewed_at + timedelta(seconds=active.lease.lease_seconds) - now
+            active.handle.ask(active.seen, left.total_seconds())
+
+    # ---- what users and deadlines want -----------------------------------------------------------------------------------
+
+    def _obey(self, active: Active, now: datetime) -> None:
+        run = runs.get_run(self._db, active.run.id, active.run.tenant)
+        if run.desired_state == "run" and run.status != "stopping":
+            return
+        wanted = runs.renew(self._db, active.lease, now)
+        active.renewed_at = now
+        if wanted == "cancel":
+            self._end(active, stopped_for(run.stop_reason or "user_cancelled", run.message), now)
+        elif wanted == "pause":
+            self._pause(active, now)
+
+    def _pause(self, active: Active, now: datetime) -> None:
+        """Stop after the step being computed, with a checkpoint; a worker that hasn't begun is ended at once."""
+        if active.stopping_since is not None:
+            return
+        active.stopping_since = now
+        if active.answered:
+            active.handle.stop()
+        else:
+            self._end(active, stopped_for("user_paused", None), now)
+
+    def _watch(self, active: Active, now: datetime) -> None:
+        settings = self._settings
+        if not active.answered and due(active.since, now, settings.start_seconds_max):
+            self._end(active, Release("worker_lost", f"no worker came up within {settings.start_seconds_max:g} s"), now)
+        elif active.stopping_since is not None and due(active.stopping_since, now, settings.stop_seconds_max):
+            log.warning("%s didn't stop within %g s", active.name, settings.stop_seconds_max)
+            self._end(active, stopped_for("user_paused", None), now)
+
+    # ---- what the worker tells -------------------------------------------------------------------------------------------
+
+    def _hear(self, active: Active, now: datetime) -> None:
+        answer = active.handle.poll()
+        if isinstance(answer, Lost):
+            self._end(active, Release(answer.end, answer.message), now)
+        elif answer is not None:
+            active.answered = True
+            self._apply(active, answer, now)
+
+    def _apply(self, active: Active, reply: Reply, now: datetime) -> None:
+        result = AppendResult(None)
+        if reply.started is not None:
+            told = reply.started
+            result = runs.mark_running(self._db, active.lease, now, told.environment, told.placement, told.manifest)
+        if result.stop is None and (reply.records or reply.lines or reply.checkpoints):
+            lines = [log_line(line) for line in reply.lines]
+            result = runs.append(self._db, active.lease, reply.records, lines, reply.checkpoints, now)
+        active.seen = reply.after(active.seen)
+        if result.stop == "user_paused":
+            self._pause(active, now)
+        elif result.stop is not None:
+            self._end(active, stopped_for(result.stop, result.message), now)
+            return
+        if active.ending is None and reply.status != "running":
+            self._end(active, ending_of(reply), now)
+
+    # ---- the end ---------------------------------------------------------------------------------------------------------
+
+    def _end(self, active: Active, ending: Ending, now: datetime) -> None:
+        """End the worker; `ending` is written once its devices are free."""
+        active.ending, active.ended_at = ending, active.ended_at or now
+        active.handle.end()
+
+    def _complete(self, active: Active, now: datetime) -> None:
+        assert active.ended_at is not None
+        if not active.handle.gone():
+            if not due(active.ended_at, now, self._settings.stop_seconds_max):
+                return
+            log.error("%s: its worker can't be seen to end; going on without it", active.name)
+        self._write(active, now)
+        self._active.remove(active)
+
+    def _write(self, active: Active, now: datetime) -> None:
+        match active.ending:
+            case Finish(outcome):
+                run = runs.finish(self._db, active.lease, outcome, now)
+            case Release(end, message):
+                run = runs.release(self._db, active.lease, end, message, now, self._retry_at(active.run, now))
+            case _:
+                return
+        log.info("%s: %s after step %s", active.name, run.status, run.step)
+
+    def _retry_at(self, run: Run, now: datetime) -> datetime:
+        wait = self._settings.retry_seconds * 2.0 ** min(run.failures, 16)
+        return now + timedelta(seconds=min(wait, RETRY_SECONDS_MAX))
+
+    # ---- the beginning ---------------------------------------------------------------------------------------------------
+
+    def _claim(self, now: datetime) -> Lease | None:
+        if not self._nodes:
+            return None
+        ours = [a.run.execution for a in self._active if isinstance(a.ending, Forget)]  # hold devices, not in the database
+
+        def judge(candidate: Run, active: Sequence[Run]) -> bool:
+            return fits(candidate.execution, [*(run.execution for run in active), *ours], self._nodes)
+
+        return runs.claim(
+            self._db, now, self._worker, judge, lease_seconds=self._settings.lease_seconds, boot_id=self._boot_id
+        )
+
+    def _begin(self, lease: Lease, now: datetime) -> None:
+        run = runs.get_run(self._db, lease.run_id)
+        job = jobs.get_job(self._db, run.job_id, run.tenant)
+        free = free_after((a.run.execution for a in self._active), self._nodes)
+        placed = None if free is None else place(run.execution, free, self._nodes)
+        if placed is None:
+            runs.release(self._db, lease, "worker_lost", "the devices went away", now, self._retry_at(run, now))
+            return
+        spec = {"training": job.training.model_dump(mode="json"), "execution": run.execution.model_dump(mode="json")}
+        payload = Payload(
+            name=attempt_name(lease), job=spec, data_roots=tuple(map(str, self._settings.data_roots)),
+            checkpoints=str(self._settings.checkpoints(run.id)), manifest=job.manifest, last_step=run.step,
+            lease_seconds=lease.lease_seconds, devices=placed[1],
+        )
+        try:
+            runs.mark_starting(self._db, lease, now)
+        except Conflict as error:  # cancelled meanwhile: nothing was made, and nothing will be
+            log.info("%s: %s", payload.name, error)
+            return
+        active = Active(lease, run, self._cluster.place(payload), now, now)
+        active.handle.ask(active.seen, lease.lease_seconds)
+        self._active.append(active)
+        log.info("%s starts on %s", payload.name, placed[0])
+
+    # ---- for ever --------------------------------------------------------------------------------------------------------
+
+    def run_forever(self, stop: threading.Event, ready: Callable[[], None] = lambda: None) -> None:
+        """Tick until `stop` is set, then `close`. `ready` is called once the cluster is up. Raises what the cluster raises."""
+        try:
+            self.boot(self._clock())
+            ready()
+            while not stop.is_set():
+                try:
+                    self.tick(self._clock())
+                except DATABASE_TROUBLE:
+                    log.exception("the database can't be reached; trying again")
+                tick = self._settings.tick_seconds
+                stop.wait(tick if self.idle else min(tick, BUSY_TICK_SECONDS))
+        finally:
+            self.close(self._clock)
+
+    def close(self, clock: Callable[[], datetime]) -> None:
+        """End every worker and the cluster. What was running goes back to the queue, to go on from its last checkpoint."""
+        for active in self._active:
+            active.handle.end()
+        self._cluster.close()
+        for active in self._active:
+            active.ending = active.ending or Release("service_restarted", "the service was stopped")
+            try:
+                self._write(active, clock())
+            except Exception as error:  # the next boot ends its lease
+                log.warning("%s: %s", active.name, error)
+        self._active.clear()
+
+
+def attempt_name(lease: Lease) -> str:
+    return f"{lease.run_id}-{lease.attempt}"
+
+
+def due(last: datetime | None, now: datetime, seconds: float) -> bool:
+    """Whether `seconds` have passed; also when the clock was set back."""
+    return last is None or not timedelta(0) <= now - last < timedelta(seconds=seconds)
+
+
+def stopped_for(reason: StopReason, message: str | None) -> Finish:
+    """How a run ends that was told to stop."""
+    match reason:
+        case "user_cancelled":
+            return Finish(Outcome("cancelled", reason, message))
+        case "user_paused":
+            return Finish(Outcome("paused", reason, message))
+        case _:
+            return Finish(Outcome("failed", reason, message))
+
+
+def ending_of(reply: Reply) -> Ending:
+    """What a worker's last word means for its run."""
+    if reply.status == "stopped":
+        return stopped_for("user_paused", None)
+    if reply.status == "done":
+        assert reply.final is not None
+        return Finish(Outcome("succeeded", "finished", weights=reply.final.state.weights, head=reply.final.head))
+    assert reply.failure is not None
+    if reply.failure.reason is None:
+        return Release(reply.failure.end, reply.failure.message)
+    return Finish(Outcome("failed", reply.failure.reason, reply.failure.message))
+
+
+def log_line(line: Line) -> LogLine:
+    return LogLine(line.sequence, line.at, line.level, line.message, line.step)

@@ -12,6 +12,7 @@ from mok_service.spec.schema import JobSpec, ModelSpec
 
 _FP32: Final = 4  # bytes
 _BF16: Final = 2
+LOGITS_ELEMENTS: Final = 1 << 26  # logits are computed for so many (row, token) pairs at a time
 
 
 class _Value(BaseModel):
@@ -99,7 +100,7 @@ def estimate(spec: JobSpec) -> Estimate:
     What a backend computes again isn't counted.
 
     Memory: fp32 master weights, two moments and gradients; bf16 copies of the weights where precision is bf16; and what one
-    micro-batch keeps for its backward pass. It leaves out the allocator, the data and the framework (about 0.5 GiB).
+    micro-batch keeps for its backward pass. It leaves out the data, and what allocator and framework need (about 0.5 GiB).
     """
     model, training = spec.training.model, spec.training
     parameters = count_parameters(model)
@@ -108,44 +109,51 @@ def estimate(spec: JobSpec) -> Estimate:
     attention = model.layers * 2 * model.heads * model.head_size * (training.sequence_length + 1)
     weights = _FP32 * parameters.total
     operands = _BF16 * parameters.total if training.precision == "bf16" else 0
-    gradients, activations = weights + _partial_sums(spec, parameters), _activations(spec)
+    moments, gradients, activations = 2 * weights, weights + _partial_sums(spec, parameters), _activations(spec)
     return Estimate(
         parameters_total=parameters.total, parameters_active=parameters.active,
         tokens_per_step=training.batch.sequences * training.sequence_length,
         flops_per_token=3 * (2 * products + attention),
-        memory_bytes=Memory(weights=weights, moments=2 * weights, gradients=gradients, operands=operands, activations=activations,
-                            total=4 * weights + gradients - weights + operands + activations),
+        memory_bytes=Memory(weights=weights, moments=moments, gradients=gradients, operands=operands, activations=activations,
+                            total=weights + moments + gradients + operands + activations),
     )
 
 
 def _partial_sums(spec: JobSpec, parameters: ParameterCount) -> int:
-    """Bytes of one wave's partial gradients of the largest dense matrix (docs/arithmetic.md, 15.3)."""
-    model = spec.training.model
-    queries = (model.heads + 2 * model.kv_heads) * model.head_size
-    largest = max(parameters.embedding, queries * model.hidden_size,
-                  2 * (model.shared_expert_intermediate_size or 0) * model.hidden_size)
-    return _FP32 * spec.training.batch.shards * largest
+    """Bytes of the partial gradients that a wave's tree holds at a time (docs/arithmetic.md, 15.3): none without shards; one
+    tensor's, a level, where a micro-batch is whole waves; else those of all dense tensors."""
+    model, shards = spec.training.model, spec.training.batch.shards
+    levels = (shards - 1).bit_length()
+    if spec.training.waves % spec.micro_batches:
+        return _FP32 * levels * (parameters.total - model.layers * model.experts * parameters.expert)
+    queries_keys_values = (model.heads + 2 * model.kv_heads) * model.head_size
+    shared = 2 * (model.shared_expert_intermediate_size or 0)
+    largest = max(parameters.embedding, queries_keys_values * model.hidden_size, shared * model.hidden_size)
+    return _FP32 * (levels + 1) * largest if levels else 0
 
 
 def _activations(spec: JobSpec) -> int:
-    """Bytes that one micro-batch keeps for its backward pass, and the largest intermediate of the backward pass itself."""
+    """Bytes of the workspace: what one micro-batch keeps for its backward pass, and what the layers share."""
     model, training = spec.training.model, spec.training
     operand = _BF16 if training.precision == "bf16" else _FP32
     groups = training.groups // spec.micro_batches
+    group_tokens = training.group_sequences * training.sequence_length
     tokens = min(groups * training.group_sequences, training.batch.sequences) * training.sequence_length
     rows = tokens * model.top_k + 15 * model.experts * groups
     hidden, queries, keys = model.hidden_size, model.heads * model.head_size, model.kv_heads * model.head_size
     inner, shared = model.expert_intermediate_size, model.shared_expert_intermediate_size or 0
-    token_bytes = (
-        2 * _FP32 * hidden + 2 * operand * hidden           # two residual streams, two normalised inputs
-        + operand * (3 * queries + 3 * keys)                # q|k|v, rotated q and k, the attention's output
-        + _FP32 * (2 * model.heads + 2 * model.experts)     # the attention's row statistics; logits and probabilities
-        + operand * 3 * shared                              # gate, up and their product
-    )
-    row_bytes = operand * (3 * inner + hidden)              # gate, up, their product, the expert's output
-    logits = tokens * model.vocabulary_size * (_FP32 + operand)
-    experts = rows * (_FP32 * inner + operand * (3 * inner + hidden))
-    return model.layers * (tokens * token_bytes + rows * row_bytes) + max(logits, experts) + 4 * _FP32 * tokens * hidden
+    kept = tokens * (
+        _FP32 * (2 * hidden + 3 * model.heads + model.experts)          # residual stream, statistics of rows, probabilities
+        + operand * (2 * hidden + 3 * queries + 3 * keys + 3 * shared)  # both norms, q|k|v, q, k, attention, shared expert
+        + 3 * _FP32 * model.top_k                                       # routing: expert, weight, row
+    ) + rows * (operand * 3 * inner + 2 * _FP32)                        # gate, up, their product; token and slot
+    common = tokens * (
+        _FP32 * (3 * hidden + queries + keys + model.experts + shared)
+        + operand * (2 * hidden + 2 * queries + 2 * keys + model.experts + 2 * shared)
+    ) + rows * (_FP32 * inner + operand * (3 * inner + hidden))
+    logits_rows = min(group_tokens, max(16, LOGITS_ELEMENTS // model.vocabulary_size))
+    chain = _FP32 * model.vocabulary_size * hidden if logits_rows < group_tokens else 0
+    return model.layers * kept + common + logits_rows * model.vocabulary_size * (_FP32 + operand) + chain
 
 
 def check_runnable(spec: JobSpec, machine: Machine) -> None:

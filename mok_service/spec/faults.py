@@ -20,7 +20,7 @@ VALUE_LENGTH_MAX: Final = 80
 MESSAGE_FAULTS_MAX: Final = 5
 FAULTS_MAX: Final = 100
 
-# What other trainers call our keys; difflib finds misspellings, not synonyms.
+# What other trainers call our keys and words; difflib finds misspellings, not synonyms.
 _ALIASES: Final[dict[str, tuple[str, ...]]] = {
     "learning_rate": ("lr",), "max_lr": ("lr",), "min_lr": ("min_lr_ratio",), "adam_beta1": ("beta1",), "adam_beta2": ("beta2",),
     "betas": ("beta1",), "eps": ("epsilon", "norm_epsilon"), "adam_epsilon": ("epsilon",), "wd": ("weight_decay",),
@@ -38,6 +38,7 @@ _ALIASES: Final[dict[str, tuple[str, ...]]] = {
     "dtype": ("precision",), "random_seed": ("seed",), "dataset": ("data", "source"), "files": ("paths",),
     "gradient_accumulation_steps": ("micro_batches",), "gpus": ("count",), "num_gpus": ("count",), "devices": ("count",),
     "num_threads": ("threads",), "save_steps": ("checkpoint_interval",), "retries": ("max_attempts",),
+    "gpu": ("cuda",), "float32": ("fp32",), "bfloat16": ("bf16",),
 }
 
 _NOTHING: Final = object()
@@ -95,11 +96,12 @@ def shown(value: Any) -> str:
 
 
 def from_validation(error: ValidationError, root: type[BaseModel]) -> list[Fault]:
-    """The faults in a pydantic error that came from validating `root`, in the order of its fields; at most FAULTS_MAX."""
+    """The faults in a pydantic error that came from validating `root`, in the order of its fields; at most about FAULTS_MAX."""
     details = error.errors(include_url=False)
     missing: dict[Loc, list[str]] = {}  # per model with presets
     for item in details:
-        if item["type"] == "missing" and "preset" in _model_at(item["loc"][:-1], root).model_fields:
+        model = _model_at(item["loc"][:-1], root)
+        if item["type"] == "missing" and model is not None and "preset" in model.model_fields:
             missing.setdefault(item["loc"][:-1], []).append(str(item["loc"][-1]))
     faults: list[Fault] = []
     for item in details[:FAULTS_MAX]:
@@ -129,13 +131,13 @@ def _translate(item: ErrorDetails, root: type[BaseModel]) -> list[Fault]:
     if kind in ("extra_forbidden", "invalid_key"):
         return [_unknown_key(loc, value, root)]
     field = _field_at(loc, root)
-    allowed = describe(field, loc) if field is not None else _mapping_of(root)
+    allowed = _mapping_of(root) if not loc else item["msg"] if field is None else describe(field, loc)
     if kind == "missing":
         return [fault(path, "is required", allowed)]
-    return [fault(path, _problem(kind, value, context), allowed, value, nearest=_nearest_word(field, value))]
+    return [fault(path, _problem(kind, value), allowed, value, nearest=_nearest_word(field, value))]
 
 
-def _problem(kind: str, value: Any, context: Mapping[str, Any]) -> str:
+def _problem(kind: str, value: Any) -> str:
     if kind in ("greater_than_equal", "greater_than"):
         return "is too small"
     if kind in ("less_than_equal", "less_than"):
@@ -150,7 +152,9 @@ def _problem(kind: str, value: Any, context: Mapping[str, Any]) -> str:
         return "isn't known"
     if kind == "float_type" and isinstance(value, int) and not isinstance(value, bool):
         return "is too large"
-    return "has no value" if value is None else f"is {kind_of(value)}"
+    if kind.endswith("_type") or kind == "literal_error":
+        return "has no value" if value is None else f"is {kind_of(value)}"
+    return "isn't allowed"
 
 
 def kind_of(value: Any) -> str:
@@ -174,7 +178,7 @@ def _rule_fault(rule: Rule, loc: Loc, model: Any) -> Fault:
 
 def _unknown_key(loc: Loc, value: Any, root: type[BaseModel]) -> Fault:
     model = _model_at(loc[:-1], root)
-    known = list(model.model_fields)
+    known = list(model.model_fields) if model is not None else []
     return fault(dotted(loc), "is no known key", f"the keys {', '.join(known)}", value,
                  nearest=_nearest_key(str(loc[-1]), known, root))
 
@@ -205,15 +209,16 @@ def _nearest_word(field: FieldInfo | None, value: Any) -> str | None:
     if field is None or not isinstance(value, str):
         return None
     words = [word for part in _union(field.annotation) if get_origin(part) is Literal for word in get_args(part)]
-    return next(iter(difflib.get_close_matches(value.lower(), words, n=1)), None)
+    meant = (*_ALIASES.get(value.lower(), ()), *difflib.get_close_matches(value.lower(), words, n=1))
+    return next((word for word in meant if word in words), None)
 
 
-def describe(field: FieldInfo, loc: Sequence[int | str] = ()) -> str:
+def describe(field: FieldInfo, loc: Loc = ()) -> str:
     """What a field takes, from its type and limits, e.g. `a whole number from 1 to 512, or null`."""
-    parts = _union(field.annotation)
-    words = [_describe_type(part, field.metadata) for part in parts if part is not type(None)]
     if loc and isinstance(loc[-1], int):
         return "a string"  # an entry of a list of strings; there are no other lists
+    parts = _union(field.annotation)
+    words = [_describe_type(part, field.metadata) for part in parts if part is not type(None)]
     return " or ".join(words) + (", or null" if type(None) in parts else "")
 
 
@@ -238,12 +243,10 @@ def _describe_type(annotation: Any, metadata: Sequence[Any]) -> str:
 
 
 def _range(metadata: Sequence[Any]) -> str:
-    """The limits in words; a number has an upper limit and one of two kinds of lower limit."""
-    high = next(m.le for m in metadata if isinstance(m, Le))
-    low = next(m for m in metadata if isinstance(m, (Ge, Gt)))
-    if isinstance(low, Gt):
-        return f" above {_number(low.gt)} and up to {_number(high)}"
-    return f" from {_number(low.ge)} to {_number(high)}"
+    low = next((f" from {_number(m.ge)}" for m in metadata if isinstance(m, Ge)), "")
+    above = next((f" above {_number(m.gt)}" for m in metadata if isinstance(m, Gt)), "")
+    high = next((_number(m.le) for m in metadata if isinstance(m, Le)), "")
+    return (low or above) + (high and (f" to {high}" if low else f" and up to {high}"))
 
 
 def _number(value: Any) -> str:
@@ -262,16 +265,16 @@ def _inner_model(annotation: Any) -> type[BaseModel] | None:
     return next((part for part in _union(annotation) if isinstance(part, type) and issubclass(part, BaseModel)), None)
 
 
-def _field_at(loc: Sequence[int | str], root: type[BaseModel]) -> FieldInfo | None:
-    """The field that a location leads to (for a list's entry the list), or None for the root itself."""
-    names = [part for part in loc if isinstance(part, str)]
-    return _model_at(names[:-1], root).model_fields.get(names[-1]) if names else None
+def _field_at(loc: Loc, root: type[BaseModel]) -> FieldInfo | None:
+    """The field that a location leads to (for a list's entry the list), or None where that is no field of a model."""
+    names = tuple(part for part in loc if isinstance(part, str))
+    model = _model_at(names[:-1], root) if names else None
+    return model.model_fields.get(names[-1]) if model is not None else None
 
 
-def _model_at(loc: Sequence[int | str], root: type[BaseModel]) -> type[BaseModel]:
-    model = root
+def _model_at(loc: Loc, root: type[BaseModel]) -> type[BaseModel] | None:
+    model: type[BaseModel] | None = root
     for part in loc:
-        inner = _inner_model(model.model_fields[str(part)].annotation)
-        assert inner is not None, f"{part} of {loc} is no mapping of the schema"
-        model = inner
+        field = model.model_fields.get(str(part)) if model is not None else None
+        model = _inner_model(field.annotation) if field is not None else None
     return model

@@ -50,15 +50,7 @@ def load_job(text: str | bytes, format: Format) -> JobSpec:
 
     Raises InvalidSpec; `detail["errors"]` lists every fault, a syntax error by line and column.
     """
-    size = len(text.encode("utf-8", "surrogatepass")) if isinstance(text, str) else len(text)
-    if size > TEXT_BYTES_MAX:
-        raise invalid([fault("", f"has {size} bytes", f"at most {TEXT_BYTES_MAX} bytes")])
-    if isinstance(text, bytes):
-        try:
-            text = text.decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise invalid([fault("", f"isn't UTF-8 text (byte {error.start})", "UTF-8")]) from None
-    return parse_job(_read_json(text) if format == "json" else _read_yaml(text))
+    return parse_job(read_json(text) if format == "json" else read_yaml(text))
 
 
 def parse_job(obj: Any) -> JobSpec:
@@ -67,6 +59,16 @@ def parse_job(obj: Any) -> JobSpec:
         return JobSpec.model_validate(obj)
     except ValidationError as error:
         raise invalid(from_validation(error, JobSpec)) from None
+
+
+def _text(text: str | bytes) -> str:
+    size = len(text) if isinstance(text, bytes) else len(text.encode("utf-8", "surrogatepass"))
+    if size > TEXT_BYTES_MAX:
+        raise invalid([fault("", f"has {size} bytes", f"at most {TEXT_BYTES_MAX} bytes")])
+    try:
+        return text.decode("utf-8-sig") if isinstance(text, bytes) else text
+    except UnicodeDecodeError as error:
+        raise invalid([fault("", f"isn't UTF-8 text (byte {error.start})", "UTF-8")]) from None
 
 
 def _syntax(problem: str, line: int, column: int) -> NoReturn:
@@ -79,7 +81,12 @@ class _Object(dict[str, Any]):
     repeated: tuple[str, ...] = ()
 
 
-def _read_json(text: str) -> Any:
+def read_json(text: str | bytes) -> Any:
+    """The value of a JSON text (UTF-8), its numbers exact. NaN and infinities are read, for a field's own check to refuse.
+
+    Raises InvalidSpec: no JSON, a key that comes twice, more than TEXT_BYTES_MAX, DEPTH_MAX or NODES_MAX.
+    """
+    text = _text(text)
     try:
         tree = json.loads(text, object_pairs_hook=_object, parse_int=_whole)
     except json.JSONDecodeError as error:
@@ -133,8 +140,9 @@ def _whole(digits: str) -> int | float:
     return int(digits) if len(digits) <= _DIGITS_MAX else float(digits)
 
 
-def _read_yaml(text: str) -> Any:
-    """The only document of a YAML text, as None, bool, int, float, str, list and dict."""
+def read_yaml(text: str | bytes) -> Any:
+    """The value of a YAML text (UTF-8, one document), in the types of JSON. Raises InvalidSpec where `read_json` does."""
+    text = _text(text)
     try:
         events = YAML(typ="safe", pure=True).parse(text)
         for event in events:
@@ -152,6 +160,8 @@ def _read_yaml(text: str) -> Any:
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         _syntax(str(error.problem), mark.line + 1 if mark else 1, mark.column + 1 if mark else 1)
+    except (ValueError, OverflowError):  # how the parser fails on "\\UFFFFFFFF"
+        _syntax("an escape stands for no character", 1, 1)
     except YAMLError as error:
         _syntax(str(error).splitlines()[0], 1, 1)
 
@@ -183,7 +193,7 @@ class _Tree:
         if event.tag is not None:
             _at(event, f"tags such as {event.tag} aren't allowed in a job spec")
         if isinstance(event, ScalarEvent):
-            return event.value if event.style else _scalar(event.value)
+            return _joined(event.value) if event.style else _scalar(event.value)
         return self._sequence(loc) if isinstance(event, SequenceStartEvent) else self._mapping(loc)
 
     def _sequence(self, loc: tuple[int | str, ...]) -> list[Any]:
@@ -202,6 +212,11 @@ class _Tree:
                 raise invalid([_repeated((*loc, key))])
             values[key] = self.node(next(self._events), (*loc, key))
         return values
+
+
+def _joined(text: str) -> str:
+    """JSON writes a character beyond U+FFFF as two escapes; in a quoted YAML scalar they arrive as two surrogates."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
 
 
 def _scalar(text: str) -> Any:

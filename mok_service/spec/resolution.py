@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from pydantic import BaseModel
 
 from mok_service.provenance.canonical import decimal_text, float64_bits
 from mok_service.provenance.digest import canonical_digest
+from mok_service.spec.reading import parse_job
 from mok_service.spec.schema import SEED_MAX, JobSpec, TrainingSpec
 
 TRAINING_TYPE: Final = "mok.training/v1"
@@ -32,6 +33,14 @@ def resolve(spec: JobSpec, draw_seed: Callable[[], int] = draw_seed) -> JobSpec:
     training["batch"]["group_sequences"] = spec.training.group_sequences
     execution["micro_batches"] = spec.micro_batches
     return JobSpec.model_validate(values)
+
+
+def override_execution(spec: JobSpec, keys: Mapping[str, Any]) -> JobSpec:
+    """The same job with some keys of its execution spec replaced, resolved again: `micro_batches: 0` chooses anew.
+
+    `keys` is a decoded mapping, as a user gave it. Raises InvalidSpec as `parse_job`.
+    """
+    return resolve(parse_job({"training": spec.training, "execution": {**spec.execution.model_dump(), **keys}}))
 
 
 def training_document(training: TrainingSpec) -> dict[str, Any]:

@@ -21,7 +21,7 @@ GROUP_TOKENS: Final = 8192      # about how many tokens a group has when the spe
 BYTES_VOCABULARY_MIN: Final = 258  # 256 bytes, end of text, padding
 PATH_LENGTH_MAX: Final = 1000
 
-_RUN_AT_STEP = re.compile(r"run_[0-9A-Za-z-]{1,64}@[0-9]{1,9}")
+_RUN_AT_STEP = re.compile(r"run_[0-9a-f]{32}@(0|[1-9][0-9]{0,8})")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
@@ -206,7 +206,7 @@ class InitFrom(_Spec):
     """The weights to start from, in place of random ones."""
 
     source: str
-    """A checkpoint of an earlier run, run_...@STEP, or the relative path of a checkpoint folder below a data root."""
+    """A checkpoint of an earlier run, run_<id>@<step>, or the relative path of a checkpoint folder below a data root."""
     weights: str | None = None
     """The digest that those weights must have; null until the source has been looked up."""
 
@@ -215,7 +215,7 @@ class InitFrom(_Spec):
     def _known_source(cls, value: str) -> str:
         if value.startswith("run_") and "@" in value:
             if _RUN_AT_STEP.fullmatch(value) is None:
-                raise refuse("isn't a run and a step", "run_<id>@<step>, such as run_0198c0de@40")
+                raise refuse("isn't a run and a step", "run_, 32 hex digits, @ and a step")
             return value
         return _relative_path(value)
 

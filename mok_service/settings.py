@@ -1,0 +1,143 @@
+"""How an installation is configured: by environment variables that begin with MOK_ (docs/settings.md), and nothing else."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Final, Self
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+
+from mok_service.errors import InvalidSpec
+
+PREFIX: Final = "MOK_"
+SECRET: Final = frozenset({"database_url"})  # holds a password: never shown
+LOOPBACK_NAMES: Final = ("localhost", "127.0.0.1", "::1")
+
+
+class Settings(BaseSettings):
+    """One process's settings, read from its environment when it starts; keyword arguments win. Use `load_settings`."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, env_ignore_empty=True, frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True,
+        use_attribute_docstrings=True, validate_default=True,
+    )
+
+    data_dir: Path = Path(".mok")
+    """Folder of the embedded database, checkpoints, logs and server.json. Made absolute when the process starts."""
+    database_url: str | None = Field(default=None, repr=False)
+    """postgresql://user:password@host/name, or sqlite:////absolute/path; unset: an SQLite file in the data folder."""
+    data_roots: Annotated[tuple[Path, ...], NoDecode] = ()
+    """Folders whose files jobs may train on, separated as in PATH; unset: none."""
+    host: str = Field(default="127.0.0.1", min_length=1, max_length=255)
+    """Address that the API listens on."""
+    port: int = Field(default=0, ge=0, le=65_535)
+    """Port that the API listens on; 0 chooses a free one."""
+    allowed_hosts: Annotated[tuple[str, ...], NoDecode] = ()
+    """Names, besides the loopback ones and `host`, that a request's Host header may have; separated by commas."""
+    lease_seconds: float = Field(default=30.0, ge=1.0, le=3600.0)
+    """How long a worker may hold a run without a sign of life."""
+    heartbeat_seconds: float = Field(default=5.0, ge=0.05, le=600.0)
+    """Time between a worker's signs of life; at most a third of the lease."""
+    tick_seconds: float = Field(default=0.5, ge=0.01, le=60.0)
+    """Time between two rounds of the scheduler."""
+    retry_seconds: float = Field(default=1.0, ge=0.0, le=3600.0)
+    """Wait before a crashed run's second attempt; it doubles with each further one, up to ten minutes."""
+    advance_records_max: int = Field(default=100, ge=1, le=10_000)
+    """Step records that the scheduler takes from a worker at a time."""
+    advance_seconds_max: float = Field(default=1.0, ge=0.01, le=60.0)
+    """How long a worker collects step records before it answers."""
+    start_seconds_max: float = Field(default=120.0, ge=1.0, le=3600.0)
+    """How long a claimed run may take to start training."""
+    stop_seconds_max: float = Field(default=60.0, ge=1.0, le=3600.0)
+    """How long a run that is told to stop may go on; then its worker is ended."""
+    shutdown_seconds_max: float = Field(default=10.0, ge=0.1, le=600.0)
+    """How long the service waits for its parts when it stops; then it ends them."""
+    event_seconds: float = Field(default=15.0, ge=0.1, le=300.0)
+    """Time between two signs of life in an event stream with nothing to say."""
+    event_streams_max: int = Field(default=1000, ge=1, le=100_000)
+    """Event streams that one API process serves at a time."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource, dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Keyword arguments, then the environment: no file is read."""
+        return init_settings, env_settings
+
+    @field_validator("data_roots", "allowed_hosts", mode="before")
+    @classmethod
+    def _split(cls, value: Any, info: Any) -> Any:
+        separator = os.pathsep if info.field_name == "data_roots" else ","
+        return tuple(part.strip() for part in value.split(separator) if part.strip()) if isinstance(value, str) else value
+
+    @field_validator("data_dir", "data_roots")
+    @classmethod
+    def _absolute(cls, value: Path | tuple[Path, ...]) -> Path | tuple[Path, ...]:
+        """Paths keep their meaning when a process changes its working folder."""
+        return tuple(path.absolute() for path in value) if isinstance(value, tuple) else value.absolute()
+
+    @model_validator(mode="after")
+    def _signs_of_life(self) -> Self:
+        if self.heartbeat_seconds * 3 > self.lease_seconds:
+            raise ValueError(f"MOK_HEARTBEAT_SECONDS up to a third of MOK_LEASE_SECONDS; they are {self.heartbeat_seconds:g} and "
+                             f"{self.lease_seconds:g}")
+        return self
+
+    def database(self) -> str:
+        """The database's URL: `database_url`, or the embedded one in the data folder."""
+        return self.database_url or f"sqlite:///{self.data_dir / 'mok.sqlite3'}"
+
+    def checkpoints(self, run_id: str) -> Path:
+        """The folder that holds a run's checkpoints."""
+        return self.data_dir / "checkpoints" / run_id
+
+    def hosts(self) -> tuple[str, ...]:
+        """Every name, without a port, that a request's Host header may have."""
+        return tuple(dict.fromkeys((*LOOPBACK_NAMES, self.host, *self.allowed_hosts)))
+
+
+def load_settings(**given: Any) -> Settings:
+    """The settings of this process, keyword arguments before its environment.
+
+    Raises InvalidSpec naming each wrong variable, its value and what is allowed, and each variable that is nearly a setting.
+    """
+    errors = list(_misspelt())
+    try:
+        settings = Settings(**given)
+    except ValidationError as error:
+        errors.extend(_refused(error, given))
+    if errors:
+        raise InvalidSpec("the settings are invalid: " + "; ".join(map(_sentence, errors)), errors=errors)
+    return settings
+
+
+def _misspelt() -> Iterator[dict[str, Any]]:
+    known = [PREFIX + name.upper() for name in Settings.model_fields]
+    for name in sorted(os.environ):
+        if name.startswith(PREFIX) and name not in known:
+            for nearest in difflib.get_close_matches(name, known, n=1, cutoff=0.85):
+                yield {"field": name, "value": None, "problem": f"is no setting, did you mean {nearest}?",
+                       "allowed": "the variables of docs/settings.md", "nearest": nearest}
+
+
+def _refused(error: ValidationError, given: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for item in error.errors(include_url=False, include_input=False):
+        allowed = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+        if not item["loc"]:
+            yield {"field": "", "value": None, "problem": "contradict each other", "allowed": allowed, "nearest": None}
+            continue
+        name = str(item["loc"][0])
+        value = str(given.get(name, os.environ.get(PREFIX + name.upper())))
+        yield {"field": PREFIX + name.upper(), "value": "(not shown)" if name in SECRET else value, "problem": "is refused",
+               "allowed": allowed, "nearest": None}
+
+
+def _sentence(error: dict[str, Any]) -> str:
+    value = "" if error["value"] is None else f" = {error['value']}"
+    return f"{error['field'] or 'they'}{value} {error['problem']} (allowed: {error['allowed']})"

@@ -6,9 +6,10 @@ import os
 from typing import Any, Literal
 
 from alembic import context
+from sqlalchemy import Connection
+
 from mok_service.db.session import Database
 from mok_service.db.tables import DigestText, Json, Sentence, UtcTime, metadata
-from sqlalchemy import Connection
 
 
 def render_item(kind: str, item: Any, _context: Any) -> str | Literal[False]:

@@ -12,8 +12,8 @@ down_revision = None
 branch_labels = None
 depends_on = None
 
-TABLES = ("jobs", "runs", "attempts", "step_records", "checkpoints", "verifications", "events", "logs", "nodes", "idempotency_keys",
-          "api_keys")
+TABLES = ("jobs", "runs", "attempts", "step_records", "checkpoints", "verifications", "events", "logs", "nodes",
+          "idempotency_keys", "api_keys")
 
 
 def string(name: str, length: int = 40, nullable: bool = False) -> sa.Column[Any]:
@@ -91,11 +91,12 @@ def _jobs() -> None:
 def _runs() -> None:
     op.create_table(
         "runs", string("id"), string("tenant", 64), string("job_id"), string("kind", 16), string("reproduces", nullable=True),
-        string("status", 16), string("desired_state", 16), string("stop_reason", 32, nullable=True), text("message", nullable=True),
-        string("verdict", 16, nullable=True), text("execution"), string("device", 16), integer("devices"), integer("queue_rank"),
-        integer("steps"), integer("attempt"), integer("failures"), integer("step", nullable=True), digest("head"), digest("weights"),
-        integer("event_count"), integer("log_count"), string("lease_token", 64, nullable=True),
-        string("lease_worker", 200, nullable=True), string("lease_boot", 64, nullable=True), time("lease_expires_at", nullable=True),
+        string("status", 16), string("desired_state", 16), string("stop_reason", 32, nullable=True),
+        text("message", nullable=True), string("verdict", 16, nullable=True), text("execution"), string("device", 16),
+        integer("devices"), integer("queue_rank"), integer("steps"), integer("attempt"), integer("failures"),
+        integer("step", nullable=True), digest("head"), digest("weights"), integer("event_count"), integer("log_count"),
+        string("lease_token", 64, nullable=True), string("lease_worker", 200, nullable=True),
+        string("lease_boot", 64, nullable=True), time("lease_expires_at", nullable=True),
         time("created_at"), time("updated_at"), time("started_at", nullable=True), time("ended_at", nullable=True),
         time("retry_at", nullable=True), time("queue_deadline_at", nullable=True), time("run_deadline_at", nullable=True),
         primary("runs", "id"), foreign("runs", "job_id", "jobs"), foreign("runs", "reproduces", "runs"),
@@ -155,8 +156,8 @@ def _verifications() -> None:
 
 def _events_and_logs() -> None:
     op.create_table(
-        "events", string("run_id"), integer("number"), string("tenant", 64), string("type", 32), text("payload"), time("created_at"),
-        primary("events", "run_id", "number"), foreign("events", "run_id", "runs"),
+        "events", string("run_id"), integer("number"), string("tenant", 64), string("type", 32), text("payload"),
+        time("created_at"), primary("events", "run_id", "number"), foreign("events", "run_id", "runs"),
     )
     op.create_table(
         "logs", string("run_id"), integer("number"), string("tenant", 64), integer("attempt"), integer("sequence"),
@@ -178,8 +179,9 @@ def _nodes_and_keys() -> None:
     )
     index("idempotency_keys", "job_id")
     op.create_table(
-        "api_keys", string("id"), string("tenant", 64), string("name", 100), string("prefix", 16), digest("secret", nullable=False),
-        text("scopes"), time("created_at"), time("expires_at", nullable=True), time("revoked_at", nullable=True),
+        "api_keys", string("id"), string("tenant", 64), string("name", 100), string("prefix", 16),
+        digest("secret", nullable=False), text("scopes"), time("created_at"),
+        time("expires_at", nullable=True), time("revoked_at", nullable=True),
         primary("api_keys", "id"), sa.UniqueConstraint("prefix", name="uq_api_keys_prefix"),
     )
     index("api_keys", "tenant", "created_at", "id")

@@ -20,6 +20,7 @@ def new_id(kind: Kind) -> str:
     return f"{kind}_{value:032x}"
 
 
-def is_id(kind: Kind, text: str) -> bool:
-    """Whether `text` has the form of an id of this kind."""
-    return _ID.fullmatch(text) is not None and text.startswith(f"{kind}_")
+def is_id(text: str, kind: Kind | None = None) -> bool:
+    """Whether `text` has the form of an id, of this kind if one is given."""
+    match = _ID.fullmatch(text)
+    return match is not None and kind in (None, match[1])

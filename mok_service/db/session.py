@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url, select, text
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.sql import func
@@ -21,8 +21,8 @@ POSTGRESQL_CONNECTIONS_MAX: Final = 50
 MIGRATION_LOCK: Final = 0x6D6F6B_01   # advisory locks on PostgreSQL: "mok" and a number
 CLAIM_LOCK: Final = 0x6D6F6B_02
 _NETWORK_FILE_SYSTEMS: Final = frozenset({
-    "nfs", "nfs3", "nfs4", "cifs", "smb", "smb2", "smb3", "smbfs", "afs", "ceph", "fuse.ceph", "fuse.sshfs", "lustre", "gpfs", "glusterfs",
-    "fuse.glusterfs", "beegfs", "ocfs2", "gfs2", "davfs", "fuse.davfs2", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone",
+    "nfs", "nfs3", "nfs4", "cifs", "smb", "smb2", "smb3", "smbfs", "afs", "ceph", "fuse.ceph", "fuse.sshfs", "lustre", "gpfs",
+    "glusterfs", "fuse.glusterfs", "beegfs", "ocfs2", "gfs2", "davfs", "fuse.davfs2", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone",
 })
 
 
@@ -42,6 +42,7 @@ class Database:
     def __init__(self, url: str, *, read_only: bool = False, clock: Callable[[], datetime] | None = None) -> None:
         self.url: Final = parse_url(url)
         self.dialect: Final = self.url.get_backend_name()
+        self.read_only: Final = read_only
         self._clock = clock
         # SQLite has one writer: threads of this process queue here, so that only other processes meet its busy handler.
         self._writer: threading.Lock | None = None
@@ -54,6 +55,7 @@ class Database:
     @contextmanager
     def write(self) -> Iterator[Connection]:
         """A transaction that writes: committed when the block ends, rolled back when it raises."""
+        assert not self.read_only, "this database was opened for reading"
         with self._writer or nullcontext(), self.engine.connect() as connection:
             connection.execution_options(mok_write=True)
             with connection.begin():
@@ -162,7 +164,7 @@ def _upgrade_sqlite(database: Database) -> None:
         with database.engine.connect() as connection:  # a property of the file: set once, outside any transaction
             driver = connection.connection.dbapi_connection
             assert driver is not None
-            driver.execute("PRAGMA journal_mode = WAL")  # type: ignore[attr-defined]
+            driver.execute("PRAGMA journal_mode = WAL")
         with database.write() as connection:
             _migrate(connection)
 

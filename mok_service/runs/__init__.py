@@ -4,59 +4,46 @@ The first argument is a `Database`. `now` is the time to act at; where it is Non
 (`Database.now`). Every function is one transaction, or for the reading ones one snapshot.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
-from datetime import datetime
-from typing import Any
-
-from mok_service.db.session import Database
-from mok_service.lifecycle import AttemptEnd, DesiredState
-from mok_service.provenance.chain import StepRecord
 from mok_service.provenance.checkpoint import CheckpointFile, CheckpointInfo
-from mok_service.provenance.manifest import DataManifest
+from mok_service.runs.appending import append
+from mok_service.runs.clusters import report_nodes
+from mok_service.runs.leases import claim, finish, mark_running, mark_starting, release, renew
+from mok_service.runs.reading import (
+    attempts,
+    checkpoints,
+    events,
+    get_run,
+    get_verification,
+    list_runs,
+    logs,
+    nodes,
+    provenance,
+    steps,
+    verifications,
+)
+from mok_service.runs.reaping import end_leases_of_earlier_boots, reap
 from mok_service.runs.types import (
-    AppendResult, Attempt, Capacity, Event, Lease, LogLine, Node, Outcome, Page, Run, StoredCheckpoint, StoredLog, StoredStep,
+    AppendResult,
+    Attempt,
+    Capacity,
+    Event,
+    Lease,
+    LogLine,
+    Node,
+    Outcome,
+    Page,
+    Run,
+    StoredCheckpoint,
+    StoredLog,
+    StoredStep,
     Verification,
 )
+from mok_service.runs.wishes import cancel, checkpoint_deleted, pause, resume
 
-
-# Reading. Another tenant's run is NotFound. `after`: only what comes after this step or number; -1 and 0 start at the beginning.
-def get_run(db: Database, run_id: str, tenant: str = "local") -> Run: ...
-def list_runs(db: Database, tenant: str = "local", *, status: str | None = None, job: str | None = None, digest: str | None = None,
-              cursor: str | None = None, limit: int = 50) -> Page[Run]: ...
-def steps(db: Database, run_id: str, after: int = -1, limit: int = 1000, tenant: str = "local") -> list[StoredStep]: ...
-def events(db: Database, run_id: str, after: int = 0, limit: int = 1000, tenant: str = "local") -> list[Event]: ...
-def logs(db: Database, run_id: str, after: int = 0, limit: int = 1000, tenant: str = "local") -> list[StoredLog]: ...
-def checkpoints(db: Database, run_id: str, tenant: str = "local") -> list[StoredCheckpoint]: ...
-def attempts(db: Database, run_id: str, tenant: str = "local") -> list[Attempt]: ...
-def verifications(db: Database, run_id: str, tenant: str = "local") -> list[Verification]: ...
-def get_verification(db: Database, verification_id: str, tenant: str = "local") -> Verification: ...
-def provenance(db: Database, run_id: str, tenant: str = "local") -> dict[str, Any]: ...
-def nodes(db: Database) -> list[Node]: ...
-
-
-# What users want: durable intent. Conflict when the run has ended in another way.
-def cancel(db: Database, run_id: str, tenant: str = "local", now: datetime | None = None) -> Run: ...
-def pause(db: Database, run_id: str, tenant: str = "local", now: datetime | None = None) -> Run: ...
-def resume(db: Database, run_id: str, tenant: str = "local", now: datetime | None = None) -> Run: ...
-def checkpoint_deleted(db: Database, run_id: str, step: int, tenant: str = "local", now: datetime | None = None) -> StoredCheckpoint: ...
-
-
-# A scheduler's work. Everything that takes a lease raises LeaseLost when the run is no longer this lease's.
-def claim(db: Database, now: datetime, worker: str, capacity: Capacity, *, lease_seconds: float = 30.0, boot_id: str = "") -> Lease | None: ...
-def renew(db: Database, lease: Lease, now: datetime) -> DesiredState:
-    """Prolongs the lease to now + lease.lease_seconds. Returns what to do: "run"; "pause" (stop with a checkpoint, then `finish`);
-    "cancel" (stop, then `finish`: also for run deadlines and the like; the run's own stop reason decides how it ends)."""
-def mark_starting(db: Database, lease: Lease, now: datetime) -> None:
-    """To be called before anything is made for the attempt (placement group, actor)."""
-def mark_running(db: Database, lease: Lease, now: datetime, environment: Mapping[str, Any], placement: Mapping[str, Any],
-                 manifest: DataManifest) -> AppendResult: ...
-def append(db: Database, lease: Lease, records: Sequence[StepRecord], logs: Sequence[LogLine] = (),
-           checkpoints: Sequence[CheckpointInfo] = (), now: datetime | None = None) -> AppendResult:
-    """Records come in order of steps and without gaps after what is stored (repeats are fine); a checkpoint never before its record."""
-def finish(db: Database, lease: Lease, outcome: Outcome, now: datetime) -> Run: ...
-def release(db: Database, lease: Lease, why: AttemptEnd, message: str, now: datetime, retry_at: datetime | None = None) -> Run: ...
-def reap(db: Database, now: datetime) -> list[str]: ...
-def end_leases_of_earlier_boots(db: Database, boot_id: str, now: datetime, worker: str | None = None) -> list[str]: ...
-def report_nodes(db: Database, worker: str, nodes: Sequence[Node], now: datetime) -> None: ...
+__all__ = [
+    "AppendResult", "Attempt", "Capacity", "CheckpointFile", "CheckpointInfo", "Event", "Lease", "LogLine", "Node", "Outcome",
+    "Page", "Run", "StoredCheckpoint", "StoredLog", "StoredStep", "Verification", "append", "attempts", "cancel",
+    "checkpoint_deleted", "checkpoints", "claim", "end_leases_of_earlier_boots", "events", "finish", "get_run", "get_verification", "list_runs", "logs",
+    "mark_running", "mark_starting", "nodes", "pause", "provenance", "reap", "release", "renew", "report_nodes", "resume",
+    "steps", "verifications",
+]

@@ -105,12 +105,10 @@ class Run:
         same = ("id", "tenant", "kind", "reproduces", "status", "desired_state", "stop_reason", "message", "verdict", "attempt",
                 "failures", "step", "steps", "worker")
         times = ("created_at", "updated_at", "started_at", "ended_at", "retry_at", "queue_deadline_at", "run_deadline_at")
-        digests = ("head", "weights")
-        return cls(
-            job_id=value["job"], execution=ExecutionSpec.model_validate(value["execution"]),
-            **{name: value[name] for name in same}, **{name: time_from_text(value[name]) for name in times},
-            **{name: None if value[name] is None else Digest.parse(value[name]) for name in digests},
-        )
+        fields: dict[str, Any] = {name: value[name] for name in same} | {name: time_from_text(value[name]) for name in times}
+        for name in ("head", "weights"):
+            fields[name] = None if value[name] is None else Digest.parse(value[name])
+        return cls(job_id=value["job"], execution=ExecutionSpec.model_validate(value["execution"]), **fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +133,8 @@ class LogLine:
     step: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        return {"sequence": self.sequence, "at": time_text(self.at), "level": self.level, "message": self.message, "step": self.step}
+        return {"sequence": self.sequence, "at": time_text(self.at), "level": self.level, "message": self.message,
+                "step": self.step}
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Self:

@@ -1,0 +1,295 @@
+"""All SQL. Functions take the connection of an open transaction, and return rows as mappings or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, Final
+
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Executable,
+    Select,
+    Table,
+    and_,
+    func,
+    insert,
+    or_,
+    select,
+    tuple_,
+    update,
+)
+from sqlalchemy.dialects import postgresql, sqlite
+
+from mok_service.db.session import CLAIM_LOCK
+from mok_service.db.tables import (
+    attempts,
+    checkpoints,
+    events,
+    idempotency_keys,
+    jobs,
+    logs,
+    nodes,
+    runs,
+    step_records,
+    verifications,
+)
+from mok_service.lifecycle import ACTIVE, FINAL
+from mok_service.provenance.digest import Digest
+
+Key = tuple[datetime, str]  # created_at and id: the order of every list
+Row = dict[str, Any]
+Values = Mapping[str, Any]
+CANDIDATES_MAX: Final = 200  # queued runs that one claim looks at
+
+
+# ---- Any table -------------------------------------------------------------------------------------------------------
+
+def _one(tx: Connection, query: Executable) -> Row | None:
+    row = tx.execute(query).mappings().one_or_none()
+    return None if row is None else {str(name): value for name, value in row.items()}
+
+
+def _all(tx: Connection, query: Executable) -> list[Row]:
+    return [{str(name): value for name, value in row.items()} for row in tx.execute(query).mappings()]
+
+
+def add(tx: Connection, table: Table, rows: Sequence[Values]) -> None:
+    """Inserts rows, all with the same keys."""
+    if rows:
+        tx.execute(insert(table), [dict(row) for row in rows])
+
+
+def insert_unless_there(tx: Connection, table: Table, values: Values) -> bool:
+    """Inserts a row; False when one with its primary key is there. Waits for a concurrent insert of that key."""
+    statement = postgresql.insert(table) if tx.dialect.name == "postgresql" else sqlite.insert(table)
+    return tx.execute(statement.values(**values).on_conflict_do_nothing()).rowcount == 1
+
+
+def _page(tx: Connection, query: Select[Any], table: Table, after: Key | None, limit: int) -> list[Row]:
+    """Up to limit + 1 rows, newest first, after a key: the one too many tells that there is a next page."""
+    order = tuple_(table.c.created_at, table.c.id)
+    if after is not None:
+        query = query.where(order < tuple_(*after))
+    return _all(tx, query.order_by(table.c.created_at.desc(), table.c.id.desc()).limit(limit + 1))
+
+
+# ---- Jobs ------------------------------------------------------------------------------------------------------------
+
+def job(tx: Connection, job_id: str, tenant: str | None = None, lock: bool = False) -> Row | None:
+    query = select(jobs).where(jobs.c.id == job_id)
+    if tenant is not None:
+        query = query.where(jobs.c.tenant == tenant)
+    return _one(tx, query.with_for_update() if lock else query)
+
+
+def job_page(tx: Connection, tenant: str, after: Key | None, limit: int, name: str | None,
+             digest: Digest | None) -> list[Row]:
+    query = select(jobs).where(jobs.c.tenant == tenant)
+    if name is not None:
+        query = query.where(jobs.c.name == name)
+    if digest is not None:
+        query = query.where(or_(jobs.c.training_digest == digest, jobs.c.manifest_digest == digest))
+    return _page(tx, query, jobs, after, limit)
+
+
+def update_job(tx: Connection, job_id: str, values: Values) -> None:
+    tx.execute(update(jobs).where(jobs.c.id == job_id).values(**values))
+
+
+def idempotency_key(tx: Connection, tenant: str, route: str, key: str) -> Row | None:
+    t = idempotency_keys
+    return _one(tx, select(t).where(t.c.tenant == tenant, t.c.route == route, t.c.key == key))
+
+
+# ---- Runs ------------------------------------------------------------------------------------------------------------
+
+def run(tx: Connection, run_id: str, tenant: str | None = None) -> Row | None:
+    query = select(runs).where(runs.c.id == run_id)
+    if tenant is not None:
+        query = query.where(runs.c.tenant == tenant)
+    return _one(tx, query)
+
+
+def lock_run(tx: Connection, run_id: str, tenant: str | None = None, token: str | None = None) -> Row | None:
+    """The run under its row lock, if it belongs to the tenant and its lease has this token."""
+    query = select(runs).where(runs.c.id == run_id)
+    if tenant is not None:
+        query = query.where(runs.c.tenant == tenant)
+    if token is not None:
+        query = query.where(runs.c.lease_token == token)
+    return _one(tx, query.with_for_update())
+
+
+def update_run(tx: Connection, run_id: str, values: Values) -> None:
+    tx.execute(update(runs).where(runs.c.id == run_id).values(**values))
+
+
+def run_page(tx: Connection, tenant: str, after: Key | None, limit: int, status: str | None, job_id: str | None,
+             digest: Digest | None) -> list[Row]:
+    query = select(runs).where(runs.c.tenant == tenant)
+    if status is not None:
+        query = query.where(runs.c.status == status)
+    if job_id is not None:
+        query = query.where(runs.c.job_id == job_id)
+    if digest is not None:
+        of_job = select(jobs.c.id).where(or_(jobs.c.training_digest == digest, jobs.c.manifest_digest == digest))
+        of_checkpoint = select(checkpoints.c.run_id).where(checkpoints.c.weights == digest)
+        query = query.where(or_(runs.c.weights == digest, runs.c.head == digest, runs.c.job_id.in_(of_job),
+                                runs.c.id.in_(of_checkpoint)))
+    return _page(tx, query, runs, after, limit)
+
+
+def runs_of_job(tx: Connection, job_id: str) -> list[Row]:
+    """The oldest first."""
+    query = select(runs).where(runs.c.job_id == job_id).order_by(runs.c.created_at, runs.c.id)
+    return _all(tx, query)
+
+
+# ---- Queue and leases ------------------------------------------------------------------------------------------------
+
+def lock_claims(tx: Connection) -> None:
+    """One claim at a time, so that what the active runs occupy can't change under it but by getting less."""
+    if tx.dialect.name == "postgresql":
+        tx.execute(select(func.pg_advisory_xact_lock(CLAIM_LOCK)))
+
+
+def active_runs(tx: Connection) -> list[Row]:
+    """The runs that occupy devices."""
+    return _all(tx, select(runs).where(runs.c.status.in_(sorted(ACTIVE))))
+
+
+def _claimable(now: datetime) -> ColumnElement[bool]:
+    return and_(runs.c.status == "queued", or_(runs.c.retry_at.is_(None), runs.c.retry_at <= now))
+
+
+def lock_next_that_fits(tx: Connection, now: datetime, room: Mapping[str, int]) -> Row | None:
+    """The first claimable run, by priority and age, that asks for at most `room[device]` devices; locked."""
+    fits = [and_(runs.c.device == device, runs.c.devices <= free) for device, free in sorted(room.items()) if free > 0]
+    if not fits:
+        return None
+    query = select(runs).where(_claimable(now), or_(*fits)).order_by(runs.c.queue_rank, runs.c.created_at, runs.c.id).limit(1)
+    return _one(tx, query.with_for_update(skip_locked=True))
+
+
+def candidates(tx: Connection, now: datetime) -> list[Row]:
+    """The first claimable runs by priority and age, not locked."""
+    query = select(runs).where(_claimable(now)).order_by(runs.c.queue_rank, runs.c.created_at, runs.c.id)
+    return _all(tx, query.limit(CANDIDATES_MAX))
+
+
+def lock_candidate(tx: Connection, run_id: str, now: datetime) -> Row | None:
+    """The run, locked, if it is still claimable and nobody else holds it."""
+    query = select(runs).where(runs.c.id == run_id, _claimable(now))
+    return _one(tx, query.with_for_update(skip_locked=True))
+
+
+def renew_lease(tx: Connection, run_id: str, token: str, expires_at: datetime) -> Row | None:
+    """Prolongs a lease; status and stop reason of its run, or None when the run is no longer this lease's."""
+    statement = update(runs).where(runs.c.id == run_id, runs.c.lease_token == token).values(lease_expires_at=expires_at)
+    return _one(tx, statement.returning(runs.c.status, runs.c.stop_reason))
+
+
+def overdue_runs(tx: Connection, now: datetime) -> Sequence[str]:
+    """Runs whose lease, queue deadline or run deadline has passed."""
+    overdue = or_(
+        and_(runs.c.lease_token.is_not(None), runs.c.lease_expires_at <= now),
+        and_(runs.c.status == "queued", or_(runs.c.queue_deadline_at <= now, runs.c.run_deadline_at <= now)),
+        and_(runs.c.status.in_(sorted(ACTIVE)), runs.c.run_deadline_at <= now),
+    )
+    return tx.execute(select(runs.c.id).where(runs.c.status.not_in(sorted(FINAL)), overdue).order_by(runs.c.id)).scalars().all()
+
+
+def leases_of_other_boots(tx: Connection, boot_id: str, worker: str | None) -> list[Row]:
+    """Run and token of each lease that another boot took."""
+    query = select(runs.c.id, runs.c.lease_token).where(runs.c.lease_token.is_not(None), runs.c.lease_boot != boot_id)
+    if worker is not None:
+        query = query.where(runs.c.lease_worker == worker)
+    return _all(tx, query.order_by(runs.c.id))
+
+
+# ---- What belongs to a run -------------------------------------------------------------------------------------------
+
+def attempt(tx: Connection, run_id: str, number: int) -> Row | None:
+    return _one(tx, select(attempts).where(attempts.c.run_id == run_id, attempts.c.attempt == number))
+
+
+def attempts_of(tx: Connection, run_id: str) -> list[Row]:
+    return _all(tx, select(attempts).where(attempts.c.run_id == run_id).order_by(attempts.c.attempt))
+
+
+def update_attempt(tx: Connection, run_id: str, number: int, values: Values) -> None:
+    tx.execute(update(attempts).where(attempts.c.run_id == run_id, attempts.c.attempt == number).values(**values))
+
+
+def steps_between(tx: Connection, run_id: str, first: int, last: int) -> list[Row]:
+    """The step records `first` to `last`, both included."""
+    t = step_records
+    query = select(t).where(t.c.run_id == run_id, t.c.step.between(first, last)).order_by(t.c.step)
+    return _all(tx, query)
+
+
+def steps_after(tx: Connection, run_id: str, after: int, limit: int | None) -> list[Row]:
+    t = step_records
+    query = select(t).where(t.c.run_id == run_id, t.c.step > after).order_by(t.c.step).limit(limit)
+    return _all(tx, query)
+
+
+def checkpoint(tx: Connection, run_id: str, step: int) -> Row | None:
+    t = checkpoints
+    return _one(tx, select(t).where(t.c.run_id == run_id, t.c.step == step))
+
+
+def checkpoints_of(tx: Connection, run_id: str) -> list[Row]:
+    return _all(tx, select(checkpoints).where(checkpoints.c.run_id == run_id).order_by(checkpoints.c.step))
+
+
+def update_checkpoint(tx: Connection, run_id: str, step: int, values: Values) -> None:
+    tx.execute(update(checkpoints).where(checkpoints.c.run_id == run_id, checkpoints.c.step == step).values(**values))
+
+
+def events_after(tx: Connection, run_id: str, after: int, limit: int) -> list[Row]:
+    query = select(events).where(events.c.run_id == run_id, events.c.number > after).order_by(events.c.number).limit(limit)
+    return _all(tx, query)
+
+
+def logs_after(tx: Connection, run_id: str, after: int, limit: int) -> list[Row]:
+    query = select(logs).where(logs.c.run_id == run_id, logs.c.number > after).order_by(logs.c.number).limit(limit)
+    return _all(tx, query)
+
+
+def last_log_sequence(tx: Connection, run_id: str, number: int) -> int | None:
+    """The number, in its attempt, of the last log line stored of an attempt."""
+    query = select(func.max(logs.c.sequence)).where(logs.c.run_id == run_id, logs.c.attempt == number)
+    last: int | None = tx.execute(query).scalar_one()
+    return last
+
+
+def verifications_of(tx: Connection, run_id: str) -> list[Row]:
+    """Verdicts on the run, and those on runs that were compared with it."""
+    t = verifications
+    query = select(t).where(or_(t.c.run_id == run_id, t.c.compares_with == run_id)).order_by(t.c.created_at, t.c.id)
+    return _all(tx, query)
+
+
+def verification(tx: Connection, verification_id: str, tenant: str) -> Row | None:
+    t = verifications
+    return _one(tx, select(t).where(t.c.id == verification_id, t.c.tenant == tenant))
+
+
+# ---- Nodes -----------------------------------------------------------------------------------------------------------
+
+def all_nodes(tx: Connection) -> list[Row]:
+    return _all(tx, select(nodes).order_by(nodes.c.name))
+
+
+def replace_nodes(tx: Connection, worker: str, rows: Sequence[Values]) -> None:
+    """The nodes that a scheduler sees: stored by name, and the ones that it saw before and no longer sees are removed."""
+    names = [row["name"] for row in rows]
+    tx.execute(nodes.delete().where(nodes.c.worker == worker, nodes.c.name.not_in(names)))
+    for row in sorted(rows, key=lambda row: str(row["name"])):
+        statement = postgresql.insert(nodes) if tx.dialect.name == "postgresql" else sqlite.insert(nodes)
+        changed = {name: value for name, value in row.items() if name != "name"}
+        tx.execute(statement.values(**row).on_conflict_do_update(index_elements=["name"], set_=changed))
+

@@ -96,7 +96,7 @@ def _tensor_core_block(a: F32, b: F32, c: F32) -> F32:
     with np.errstate(over="ignore"):
         near = exact.astype(np.float32)
     cut = np.where(np.abs(near.astype(np.float64)) > np.abs(exact), np.nextafter(near, ZERO), near)
-    return np.where(np.abs(exact) >= 2.0**128, near, cut).astype(np.float32) + ZERO
+    return np.asarray(np.where(np.abs(exact) >= 2.0**128, near, cut), np.float32)
 
 
 def chain(precision: str, a: F32, b: F32, initial: F32 | None = None) -> F32:
@@ -162,7 +162,8 @@ def token_sum(a: F32, b: F32) -> F32:
 
 def rms_rstd(x: F32, epsilon: float) -> F32:
     inverse = ONE / np.float32(x.shape[-1])
-    return ONE / np.sqrt(fma(row_sum(x, x), inverse, np.float32(epsilon)))
+    root: F32 = np.sqrt(fma(row_sum(x, x), inverse, np.float32(epsilon)))
+    return ONE / root
 
 
 def rms_backward(x: F32, weight: F32, rstd: F32, gradient: F32) -> tuple[F32, F32]:
@@ -176,7 +177,7 @@ def rms_backward(x: F32, weight: F32, rstd: F32, gradient: F32) -> tuple[F32, F3
 
 def _norm_rows(x: F32, norm: str) -> F32:
     """[tokens, heads, size] as the rows that are normed together."""
-    return x.reshape(-1, x.shape[2]) if norm == "head" else x.reshape(len(x), -1)
+    return x.reshape(-1, x.shape[2]) if norm == "head" else x.reshape(len(x), x.shape[1] * x.shape[2])
 
 
 def qk_forward(
@@ -261,7 +262,7 @@ def attention_backward(
     for s in range(sequences):
         for g in range(kv_heads):
             kg, vg = k[s, :, g], v[s, :, g]
-            ds_rows, p_rows, q_rows, do_rows = [], [], [], []
+            parts: list[tuple[F32, ...]] = []  # dS, P, q and dO of each head, padded to 16-blocks
             for h in range(g * shared, (g + 1) * shared):
                 qh, dout, r = q[s, :, h], gradient[s, :, h], row_recip[s, :, h]
                 p = _probabilities(f, precision, qh, kg, scale, row_max[s, :, h])[0] * r[:, None]
@@ -269,9 +270,8 @@ def attention_backward(
                 ds = op(precision, p * (chain(precision, dout, vg) - delta[:, None]))
                 ds = np.where(allowed, ds, ZERO)
                 grad_q[s, :, h] = scale * chain(precision, ds, kg.T)
-                for rows, x in ((ds_rows, ds), (p_rows, op(precision, p)), (q_rows, qh), (do_rows, dout)):
-                    rows.append(np.pad(x, pad))
-            ds_all, p_all, q_all, do_all = (np.concatenate(x) for x in (ds_rows, p_rows, q_rows, do_rows))
+                parts.append(tuple(np.pad(x, pad) for x in (ds, op(precision, p), qh, dout)))
+            ds_all, p_all, q_all, do_all = (np.concatenate(x) for x in zip(*parts, strict=True))
             grad_k[s, :, g] = scale * chain(precision, ds_all.T, q_all.T)
             grad_v[s, :, g] = op(precision, chain(precision, p_all.T, do_all.T))
     return grad_q, grad_k, grad_v
@@ -316,7 +316,7 @@ def routing_plan(index: I32, mask: NDArray[np.uint8], experts: int, group_tokens
     groups = -(-tokens // group_tokens)
     slot_row = np.full((tokens, top_k), -1, np.int32)
     counts = np.zeros((groups, experts), np.int32)
-    offsets, row_token, row_slot = [0], [], []
+    offsets, row_token, row_slot = [0], list[int](), list[int]()
     for e in range(experts):
         for g in range(groups):
             for t in range(g * group_tokens, min((g + 1) * group_tokens, tokens)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,10 @@ from numpy.typing import NDArray
 from mok_service.errors import KernelError
 from mok_service.kernels.native import NativeBackend
 from tests.kernels import moe_definition as definition
+from tests.kernels.moe_definition import F32
 from tests.kernels.moe_harness import (
     UNIT,
+    Results,
     apart,
     array,
     assert_all_backends,
@@ -29,7 +32,6 @@ from tests.kernels.moe_harness import (
     tensor,
 )
 
-F32 = definition.F32
 PRECISIONS = ("fp32", "bf16")
 PROPERTY = settings(max_examples=25, deadline=None, derandomize=True)
 
@@ -46,7 +48,7 @@ class Attention:
 
     @property
     def scale(self) -> np.float32:
-        return np.float32(1) / np.sqrt(np.float32(self.q.shape[3]))
+        return np.float32(np.float32(1) / np.sqrt(np.float32(self.q.shape[3])))
 
 
 def attention_problem(
@@ -57,7 +59,7 @@ def attention_problem(
     return Attention(precision, *(definition.op(precision, spread_normal(rng, shape, binades)) for shape in shapes))
 
 
-def run_attention(backend: NativeBackend, p: Attention) -> dict[str, NDArray[Any]]:
+def run_attention(backend: NativeBackend, p: Attention) -> Results:
     sequences, length, heads, size = p.q.shape
     kv_heads, tokens = p.k.shape[2], sequences * length
     q, gradient = (tensor(x, p.precision, heads * size) for x in (p.q, p.out_gradient))
@@ -82,7 +84,7 @@ def run_attention(backend: NativeBackend, p: Attention) -> dict[str, NDArray[Any
     return results
 
 
-def define_attention(p: Attention) -> dict[str, NDArray[Any]]:
+def define_attention(p: Attention) -> Results:
     f = functions()
     out, row_max, row_recip = definition.attention_forward(f, p.precision, p.q, p.k, p.v, p.scale)
     grad_q, grad_k, grad_v = definition.attention_backward(
@@ -130,10 +132,9 @@ def test_attention_drops_probabilities_below_the_normal_range(precision: str) ->
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize(("length", "size"), [(600, 32), (1100, 16)])
-def test_long_sequences_cross_every_tile_and_stay_the_same(precision: str, length: int, size: int) -> None:
+def test_long_sequences_cross_every_tile_and_stay_the_same(precision: str) -> None:
     """More keys than a key tile; no definition here (too slow), but every variant against the plain one."""
-    problem = attention_problem(precision, 1, length, 4, 2, size, seed=length)
+    problem = attention_problem(precision, 1, 540, 2, 1, 16, seed=8)
     assert_all_backends(lambda backend: run_attention(backend, problem), None)
 
 
@@ -145,7 +146,7 @@ def test_sequences_do_not_see_each_other(precision: str) -> None:
     for s in range(3):
         alone = Attention(p.precision, *(x[s : s + 1] for x in (p.q, p.k, p.v, p.out_gradient)))
         one = {key: value[s : s + 1] for key, value in together.items()}
-        assert_all_backends(lambda backend, alone=alone: run_attention(backend, alone), one)
+        assert_all_backends(partial(run_attention, p=alone), one)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -170,7 +171,7 @@ def exact_attention(p: Attention) -> tuple[dict[str, NDArray[np.float64]], dict[
     dots = torch.einsum("bihd,bjhd->bhij", q, wide_k) * scale
     probabilities = torch.softmax(dots.masked_fill(~mask, -torch.inf), dim=3)
     out = torch.einsum("bhij,bjhd->bihd", probabilities, wide_v)
-    out.backward(gradient)
+    out.backward(gradient)  # type: ignore[no-untyped-call]
     with torch.no_grad():
         a_q, a_k, a_v, a_do = q.abs(), wide_k.abs(), wide_v.abs(), gradient.abs()
         a_out = torch.einsum("bhij,bjhd->bihd", probabilities, a_v)
@@ -197,7 +198,7 @@ def test_attention_gradients_match_float64_autograd(data: st.DataObject) -> None
     """Bound, relative to the formula over absolute values.
 
     fp32: (2*length*heads of a kv head + 2*size + 16 + 4*reach) roundings of 2^-24: chains, and the exponent, whose error is
-    the dot's. bf16: four operand roundings of 2^-9 (p, dS, O in delta, the result) and the fp32 part.
+    the dot's. bf16: three operand roundings of 2^-8 (p and O in delta, dS; p, the result) and the fp32 part.
     """
     kv_heads, shared = data.draw(st.integers(1, 2), "kv_heads"), data.draw(st.integers(1, 2), "heads of a kv head")
     length, size = data.draw(st.integers(1, 80), "length"), 2 * data.draw(st.integers(1, 64), "half of head_size")
@@ -206,7 +207,7 @@ def test_attention_gradients_match_float64_autograd(data: st.DataObject) -> None
     got = run_attention(plain(), p)
     exact, magnitude, reach = exact_attention(p)
     relative = (2 * length * shared + 2 * size + 16 + 4 * size * reach) * UNIT["fp32"]
-    relative += 4.5 * UNIT["bf16"] if precision == "bf16" else 0
+    relative += 3.1 * UNIT["bf16"] if precision == "bf16" else 0
     for key, value in exact.items():
         assert_close(got[key], value, magnitude[key], relative, key)
 
@@ -247,7 +248,7 @@ def rotation_problem(precision: str, norm: str, tokens: int, heads: int, size: i
     )
 
 
-def run_rotation(backend: NativeBackend, p: Rotation) -> dict[str, NDArray[Any]]:
+def run_rotation(backend: NativeBackend, p: Rotation) -> Results:
     tokens, heads, size = p.x.shape
     x = apart(tensor(p.x, p.precision, heads * size), 7)
     weight = None if p.weight is None else tensor(p.weight)
@@ -259,13 +260,13 @@ def run_rotation(backend: NativeBackend, p: Rotation) -> dict[str, NDArray[Any]]
     grad_weight = None if p.weight_gradient is None else tensor(p.weight_gradient)
     gradient = tensor(p.gradient, columns=heads * size)
     backend.qk_backward(x, heads, weight, p.norm, rstd, positions, table, gradient, grad_x, grad_weight)
-    result = {"out": array(out).reshape(p.x.shape), "grad_x": array(grad_x).reshape(p.x.shape)}
+    result: Results = {"out": array(out).reshape(p.x.shape), "grad_x": array(grad_x).reshape(p.x.shape)}
     if rstd is not None and grad_weight is not None:
         result |= {"rstd": array(rstd).reshape(-1), "grad_weight": array(grad_weight)}
     return result
 
 
-def define_rotation(p: Rotation) -> dict[str, NDArray[Any]]:
+def define_rotation(p: Rotation) -> Results:
     cos, sin = np.split(p.table[p.positions], 2, axis=1)
     out, rstd = definition.qk_forward(p.precision, p.norm, p.x, p.weight, EPSILON, cos, sin)
     grad_x, sums = definition.qk_backward(p.precision, p.norm, p.x, p.weight, rstd, cos, sin, p.gradient)
@@ -303,7 +304,7 @@ def test_rotation_has_the_defined_bits_for_ragged_shapes(data: st.DataObject) ->
 @PROPERTY
 @given(st.data())
 def test_rotation_gradients_match_float64_autograd(data: st.DataObject) -> None:
-    """Bound: 40 + columns/8 roundings of 2^-24 (256 + tokens*heads for the weight), and in bf16 one of 2^-9."""
+    """Bound: 40 + columns/8 roundings of 2^-24 (256 + tokens*heads for the weight), and in bf16 one of 2^-8."""
     precision, norm = (
         data.draw(st.sampled_from(PRECISIONS), "precision"),
         data.draw(st.sampled_from(["none", "head", "full"]), "norm"),
@@ -324,7 +325,7 @@ def test_rotation_gradients_match_float64_autograd(data: st.DataObject) -> None:
         n = (rows * rstd * weight).reshape(x.shape)
     low, high = n[..., :half], n[..., half:]
     out = torch.cat([low * cos - high * sin, high * cos + low * sin], dim=2)
-    out.backward(gradient)
+    out.backward(gradient)  # type: ignore[no-untyped-call]
 
     def rotated(t: torch.Tensor) -> torch.Tensor:
         low, high, c, s = t[..., :half].abs(), t[..., half:].abs(), cos.abs(), sin.abs()
@@ -355,8 +356,16 @@ def test_rotation_gradients_match_float64_autograd(data: st.DataObject) -> None:
 def test_wrong_arguments_are_named() -> None:
     backend, x = plain(), torch.zeros(4, 8)
     sizes: dict[str, Any] = {"sequences": 1, "length": 4, "heads": 4, "kv_heads": 2, "head_size": 2, "ld_v": 8, "scale": 1.0}
-    fields = {"precision": 0, "q": x, "k": x, "v": x, "out": x.clone(), "row_max": x.clone(), "row_recip": x.clone()}
-    for wrong, message in [
+    fields: dict[str, Any] = {
+        "precision": 0,
+        "q": x,
+        "k": x,
+        "v": x,
+        "out": x.clone(),
+        "row_max": x.clone(),
+        "row_recip": x.clone(),
+    }
+    attention_cases: list[tuple[dict[str, Any], str]] = [
         ({"kv_heads": 3}, "heads is 4 and kv_heads 3"),
         ({"ld_v": 3}, "ld_v is 3; allowed: kv_heads \\* head_size = 4"),
         ({"scale": 0.0}, "scale is 0; allowed: a finite number above 0"),
@@ -365,20 +374,22 @@ def test_wrong_arguments_are_named() -> None:
         ({"length": -1}, "length is -1"),
         ({"head_size": 0}, "head_size is 0"),
         ({"q": None}, "q is NULL"),
-    ]:
+    ]
+    for wrong, message in attention_cases:
         with pytest.raises(KernelError, match=message):
             backend.call("mok_attention_forward", **{**fields, **sizes, **wrong})
     rotation: dict[str, Any] = {
         "precision": 0, "norm": 0, "tokens": 4, "heads": 2, "head_size": 4, "ld_in": 8, "epsilon": 0.0, "in": x,
         "positions": torch.zeros(4, dtype=torch.int32), "cos_sin": torch.zeros(1, 4), "out": x.clone(),
     }  # fmt: skip
-    for wrong, message in [
+    rotation_cases: list[tuple[dict[str, Any], str]] = [
         ({"head_size": 3}, "head_size is 3; allowed: even numbers"),
         ({"norm": 3}, "norm is 3"),
         ({"norm": 1}, "weight is NULL"),
         ({"ld_in": 7}, "ld_in is 7; allowed: heads \\* head_size = 8"),
         ({"positions": torch.tensor([0, 0, -5, 0], dtype=torch.int32)}, "positions\\[2\\] is -5"),
-    ]:
+    ]
+    for wrong, message in rotation_cases:
         with pytest.raises(KernelError, match=message):
             backend.call("mok_qk_forward", **{**rotation, **wrong})
 

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Final, Self
+from urllib.parse import quote
 
 import httpx
 
@@ -25,6 +26,7 @@ from mok_service.errors import MokError, ServiceUnreachable
 
 READ_SECONDS: Final = 60.0          # for an answer
 SILENCE_SECONDS_MAX: Final = 45.0   # in an event stream, which says something every few seconds
+ITEMS_MAX: Final = 1000             # of one request
 RETRY_SECONDS: Final = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)  # waits between attempts to reach a service that has gone away
 
 
@@ -131,11 +133,11 @@ class Client:
         """cancel, pause or resume: the run as it's now."""
         return self._json("POST", f"/v1/runs/{_part(run_id)}/{action}", content=b"{}")
 
-    def steps(self, run_id: str, after: int = -1, limit: int = 1000) -> list[dict[str, Any]]:
-        return self._items(run_id, "steps", after, limit)
+    def steps(self, run_id: str, after: int = -1) -> list[dict[str, Any]]:
+        return self._items(run_id, "steps", after)
 
-    def logs(self, run_id: str, after: int = 0, limit: int = 1000) -> list[dict[str, Any]]:
-        return self._items(run_id, "logs", after, limit)
+    def logs(self, run_id: str, after: int = 0) -> list[dict[str, Any]]:
+        return self._items(run_id, "logs", after)
 
     def checkpoints(self, run_id: str) -> list[dict[str, Any]]:
         return self._list(run_id, "checkpoints")
@@ -208,13 +210,13 @@ class Client:
                 time.sleep(seconds)
         raise AssertionError("the last attempt returns or raises")
 
-    def _items(self, run_id: str, what: str, after: int, limit: int) -> list[dict[str, Any]]:
+    def _items(self, run_id: str, what: str, after: int) -> list[dict[str, Any]]:
         """Everything after a number, page after page."""
         items: list[dict[str, Any]] = []
         while True:
-            page = self._json("GET", f"/v1/runs/{_part(run_id)}/{what}", params={"after": after, "limit": limit})
+            page = self._json("GET", f"/v1/runs/{_part(run_id)}/{what}", params={"after": after, "limit": ITEMS_MAX})
             items += page["items"]
-            if len(page["items"]) < limit:
+            if len(page["items"]) < ITEMS_MAX:
                 return items
             after = page["next_after"]
 
@@ -298,8 +300,6 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _part(text: str) -> str:
     """One part of a path."""
-    from urllib.parse import quote
-
     return quote(text, safe="")
 
 

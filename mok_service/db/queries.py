@@ -141,6 +141,11 @@ def run_page(tx: Connection, tenant: str, after: Key | None, limit: int, status:
     return _page(tx, query, runs, after, limit)
 
 
+def run_counts(tx: Connection) -> dict[str, int]:
+    """How many runs there are of each status that occurs."""
+    return {status: count for status, count in tx.execute(select(runs.c.status, func.count()).group_by(runs.c.status))}
+
+
 def runs_of_job(tx: Connection, job_id: str) -> list[Row]:
     """The oldest first."""
     query = select(runs).where(runs.c.job_id == job_id).order_by(runs.c.created_at, runs.c.id)

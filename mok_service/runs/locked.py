@@ -120,6 +120,7 @@ class LockedRun:
             self.set(stop_reason=None, message=None, queue_deadline_at=now + deadline)
         elif new in FINAL:
             self.set(ended_at=now, queue_deadline_at=None, run_deadline_at=None, retry_at=None)
+            conclude_if_ended(self)  # so that the verdict comes before the last event of the run
         elif new == "paused":
             self.set(queue_deadline_at=None, run_deadline_at=None, retry_at=None)
         self._tell(old, now, message)
@@ -142,7 +143,7 @@ class LockedRun:
         self.set(updated_at=now)
         self.event("run.status", {
             "status": self["status"], "from": old, "attempt": self["attempt"], "desired_state": self["desired_state"],
-            "stop_reason": self["stop_reason"], "message": message,
+            "stop_reason": self["stop_reason"], "message": message, "verdict": self["verdict"],
         }, now)
 
     # ---- The end of an attempt ---------------------------------------------------------------------------------------
@@ -198,17 +199,17 @@ class LockedRun:
 
     # ---- Verdicts ----------------------------------------------------------------------------------------------------
 
-    def add_verification(self, now: datetime, **values: Any) -> None:
-        """Stores a verdict on this run and tells it as an event."""
-        row = {"field": None, "step": None, "expected": None, "got": None, "compares_with": None, **values,
+    def add_verification(self, now: datetime, **values: Any) -> str:
+        """Stores a verdict on this run and tells it as an event; the verdict's id."""
+        row: dict[str, Any] = {"field": None, "step": None, "expected": None, "got": None, "compares_with": None, **values,
                "id": new_id("ver"), "tenant": self["tenant"], "run_id": self.id, "created_at": now}
         queries.add(self.tx, tables.verifications, [row])
         shown = {k: row[k] for k in ("id", "compares_with", "level", "verdict", "field", "step", "expected", "got", "message")}
         self.event("verification", shown, now)
+        return str(row["id"])
 
     def save(self) -> None:
         """Writes what changed. An active run has a lease, and no other has."""
-        conclude_if_ended(self)
         assert (self["status"] in ACTIVE) == (self["lease_token"] is not None), f"{self['status']} and its lease"
         if self._changed:
             queries.update_run(self.tx, self.id, self._changed)

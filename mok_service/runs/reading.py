@@ -12,7 +12,7 @@ from mok_service.db import queries
 from mok_service.db.ids import is_id
 from mok_service.db.session import Database
 from mok_service.errors import InvalidSpec, NotFound
-from mok_service.lifecycle import STATUSES
+from mok_service.lifecycle import STATUSES, RunStatus
 from mok_service.provenance.digest import Digest
 from mok_service.provenance.manifest import DataManifest
 from mok_service.provenance.record import Parts, assemble
@@ -122,6 +122,13 @@ def nodes(db: Database) -> list[Node]:
     """The machines, as schedulers last saw them, by name."""
     with db.read() as tx:
         return [rows.node_of(row) for row in queries.all_nodes(tx)]
+
+
+def count_by_status(db: Database) -> dict[RunStatus, int]:
+    """How many runs of all tenants there are in each status."""
+    with db.read() as tx:
+        counts = queries.run_counts(tx)
+    return {status: counts.get(status, 0) for status in STATUSES}
 
 
 def provenance(db: Database, run_id: str, tenant: str = "local") -> dict[str, Any]:

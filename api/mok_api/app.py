@@ -1,0 +1,65 @@
+"""The FastAPI application: REST under /v1, the web page at /."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from fastapi import Depends, FastAPI
+
+from mok_api import errors, page
+from mok_api.docs import request_schemas
+from mok_api.events import Streams
+from mok_api.guard import Guard
+from mok_api.parameters import known_parameters
+from mok_api.routes import checkpoints, jobs, operations, runs, verifications
+from mok_service.db.session import Database
+from mok_service.settings import Settings
+
+DESCRIPTION = """Training jobs for Mixture-of-Experts models whose results are the same bits everywhere, with a record that
+anyone can check. A job is what was asked; a run is one execution of it; every step leaves a record. Ids are opaque; times are
+UTC; integers are exact; lists are newest first and paged by `cursor`. Errors have one form: `{"error": {"code", "message",
+"detail"}}`."""
+
+
+def create_app(db: Database, settings: Settings) -> FastAPI:
+    """The application on an upgraded database. Before its server is told to stop, set `app.state.streams.stopping`."""
+    app = FastAPI(
+        title="MoK service", version=_version(), description=DESCRIPTION, docs_url=None, redoc_url=None,
+        redirect_slashes=False, lifespan=_lifespan, dependencies=[Depends(known_parameters)],
+    )
+    app.state.db, app.state.settings = db, settings
+    app.state.streams = Streams(settings.event_streams_max, settings.event_seconds)
+    for module in (jobs, runs, checkpoints, verifications, operations, page):
+        app.include_router(module.router)
+    errors.install(app)
+    app.add_middleware(Guard, hosts=settings.hosts())
+    _complete_description(app)
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    yield
+    app.state.streams.stopping.set()
+
+
+def _complete_description(app: FastAPI) -> None:
+    """Add the schemas of the bodies that routes read by themselves."""
+    generate = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        described = generate()
+        described["components"]["schemas"] = request_schemas() | described["components"]["schemas"]
+        return described
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _version() -> str:
+    try:
+        return version("mok-service")
+    except PackageNotFoundError:  # run from a checkout that isn't installed
+        return "0"

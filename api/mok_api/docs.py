@@ -1,0 +1,64 @@
+"""Pieces of the OpenAPI description that routes share."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any
+
+from mok_api import schemas
+from mok_service.spec import job_json_schema
+
+Responses = dict[int | str, dict[str, Any]]
+
+_MEANING = {
+    400: "The body isn't JSON, or a header can't be read.",
+    403: "The request comes from a page of another site.",
+    404: "There is no such thing here.",
+    409: "The request contradicts the present state.",
+    410: "It was here; its bytes are deleted, and its digests stay on record.",
+    413: "The body is too large.",
+    415: "The body isn't application/json.",
+    422: "A value isn't allowed; the error names it, what is allowed and the nearest known key.",
+    503: "Not ready, or too many clients.",
+}
+
+
+def refusals(*statuses: int) -> Responses:
+    """The documented errors of a route, all in the one format."""
+    return {
+        status: {"model": schemas.ErrorAnswer, "description": f"{HTTPStatus(status).phrase}: {_MEANING[status]}"}
+        for status in statuses
+    }
+
+
+def created(location: str) -> Responses:
+    """The answer to a request that creates something."""
+    header = {"description": location, "schema": {"type": "string"}}
+    return {201: {"description": f"Created. {location}", "headers": {"Location": header}}}
+
+
+def event_stream() -> Responses:
+    """An answer that is JSON or a stream."""
+    example = 'id: 7\nevent: step\ndata: {"run":"run_...","number":7,"type":"step","payload":{...},"at":"..."}\n\n'
+    stream = {"schema": {"type": "string"}, "example": example}
+    return {200: {"description": "Events, as JSON or as a stream.", "content": {"text/event-stream": stream}}}
+
+
+def json_body(schema: str, example: dict[str, Any]) -> dict[str, Any]:
+    """The request body of a route that reads its JSON by itself."""
+    content = {"schema": {"$ref": f"#/components/schemas/{schema}"}, "example": example}
+    return {"requestBody": {"required": True, "content": {"application/json": content}}}
+
+
+def request_schemas() -> dict[str, Any]:
+    """The schemas that `json_body` refers to, with all that they refer to."""
+    found: dict[str, Any] = {}
+    ours = {model.__name__: _of(model) for model in (schemas.NewRun, schemas.NewVerification)}
+    for name, schema in {"JobSpec": job_json_schema(), **ours}.items():
+        found |= schema.pop("$defs", {})
+        found[name] = schema
+    return found
+
+
+def _of(model: type[schemas.Strict]) -> dict[str, Any]:
+    return model.model_json_schema(ref_template="#/components/schemas/{model}")

@@ -1,0 +1,1 @@
+"""The routes. A route parses, calls one use case, and returns."""

@@ -1,0 +1,115 @@
+"""Runs: look at them, follow them, steer them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Protocol
+
+from fastapi import APIRouter, Header, Request
+from starlette.responses import Response
+
+from mok_api import schemas
+from mok_api.answer import Json
+from mok_api.body import Nothing
+from mok_api.docs import event_stream, refusals
+from mok_api.events import Streams, wants_stream
+from mok_api.parameters import AfterNumber, AfterStep, Cursor, Db, ItemLimit, OfDigest, OfJob, PageLimit, RunId, Status
+from mok_service import runs
+
+router = APIRouter(tags=["runs"])
+
+
+class _Shown(Protocol):
+    def as_dict(self) -> dict[str, Any]: ...
+
+
+@router.get("/v1/runs", response_model=schemas.RunPage, responses=refusals(422))
+def list_runs(db: Db, status: Status = None, job: OfJob = None, digest: OfDigest = None, cursor: Cursor = None,
+              limit: PageLimit = 50) -> Json:
+    """Runs, newest first. `digest` finds runs by final weights, a checkpoint's weights, chain head, training spec or data."""
+    page = runs.list_runs(db, status=status, job=job, digest=digest, cursor=cursor, limit=limit)
+    return Json({"items": [run.as_dict() for run in page.items], "next_cursor": page.next_cursor})
+
+
+@router.get("/v1/runs/{run}", response_model=schemas.Run, responses=refusals(404))
+def get_run(db: Db, run: RunId) -> Json:
+    """One run."""
+    return Json(runs.get_run(db, run).as_dict())
+
+
+@router.post("/v1/runs/{run}/cancel", response_model=schemas.Run, responses=refusals(404, 409, 415))
+def cancel_run(db: Db, run: RunId, _: Nothing) -> Json:
+    """End the run. What it recorded stays. A run that is already being cancelled stays so."""
+    return Json(runs.cancel(db, run).as_dict())
+
+
+@router.post("/v1/runs/{run}/pause", response_model=schemas.Run, responses=refusals(404, 409, 415))
+def pause_run(db: Db, run: RunId, _: Nothing) -> Json:
+    """Stop the run after a checkpoint and free its devices, until it's resumed."""
+    return Json(runs.pause(db, run).as_dict())
+
+
+@router.post("/v1/runs/{run}/resume", response_model=schemas.Run, responses=refusals(404, 409, 415))
+def resume_run(db: Db, run: RunId, _: Nothing) -> Json:
+    """Queue a paused run again. It goes on from its checkpoint with the same bits."""
+    return Json(runs.resume(db, run).as_dict())
+
+
+@router.get("/v1/runs/{run}/steps", response_model=schemas.StepItems, responses=refusals(404, 422))
+def list_steps(db: Db, run: RunId, after: AfterStep = -1, limit: ItemLimit = 1000) -> Json:
+    """The run's step records, in order. A loss or norm that isn't finite is null beside its bits."""
+    found = runs.steps(db, run, after, limit)
+    return _items(found, found[-1].record.step if found else after)
+
+
+@router.get("/v1/runs/{run}/logs", response_model=schemas.LogItems, responses=refusals(404, 422))
+def list_logs(db: Db, run: RunId, after: AfterNumber = 0, limit: ItemLimit = 1000) -> Json:
+    """What the run's attempts logged, in order."""
+    found = runs.logs(db, run, after, limit)
+    return _items(found, found[-1].number if found else after)
+
+
+@router.get("/v1/runs/{run}/events", response_model=schemas.EventItems, responses=event_stream() | refusals(404, 422, 503))
+def list_events(request: Request, db: Db, run: RunId, after: AfterNumber = 0, limit: ItemLimit = 1000,
+                last_event_id: Annotated[int | None, Header(ge=0, le=2**63 - 1, description="Go on after this event.")] = None,
+                ) -> Response:
+    """What happens to the run. With `Accept: text/event-stream` a stream that ends, with the event `end`, when the run has
+    ended and all is told; else the events so far. Event ids are numbers without gaps."""
+    after = after if last_event_id is None else last_event_id
+    if wants_stream(request):
+        streams: Streams = request.app.state.streams
+        return streams.answer(db, run, after)
+    found = runs.events(db, run, after, limit)
+    return _items(found, found[-1].number if found else after)
+
+
+@router.get("/v1/runs/{run}/checkpoints", response_model=schemas.CheckpointItems, responses=refusals(404))
+def list_checkpoints(db: Db, run: RunId) -> Json:
+    """The run's checkpoints, in order of steps."""
+    return Json({"items": _shown(runs.checkpoints(db, run))})
+
+
+@router.get("/v1/runs/{run}/attempts", response_model=schemas.AttemptItems, responses=refusals(404))
+def list_attempts(db: Db, run: RunId) -> Json:
+    """The run's attempts on hardware, in order, with the environment that each worker reported."""
+    return Json({"items": _shown(runs.attempts(db, run))})
+
+
+@router.get("/v1/runs/{run}/verifications", response_model=schemas.VerificationItems, responses=refusals(404))
+def list_verifications(db: Db, run: RunId) -> Json:
+    """The verdicts on the run."""
+    return Json({"items": _shown(runs.verifications(db, run))})
+
+
+@router.get("/v1/runs/{run}/provenance", response_model=schemas.Record, responses=refusals(404))
+def get_provenance(db: Db, run: RunId) -> Json:
+    """The run's whole record: what was asked, what ran it where, every step's digests, and the verdicts."""
+    return Json(runs.provenance(db, run))
+
+
+def _shown(values: Iterable[_Shown]) -> list[dict[str, Any]]:
+    return [value.as_dict() for value in values]
+
+
+def _items(found: Sequence[_Shown], next_after: int) -> Json:
+    return Json({"items": _shown(found), "next_after": next_after})

@@ -1,0 +1,88 @@
+"""Reading an embedded data folder without a service: the same answers as the client's, straight from the use cases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from mok_service import jobs, runs
+from mok_service.db.session import Database, check_schema, parse_url
+from mok_service.errors import NotFound
+from mok_service.settings import Settings, load_settings
+
+CHUNK_BYTES: Final = 1 << 20
+ITEMS_MAX: Final = 1000
+
+
+@contextmanager
+def open_local(data_dir: Path) -> Iterator[Local]:
+    """The folder's database, opened for reading only: nothing is created and nothing migrated.
+
+    Raises NotFound when the folder holds none, SchemaMismatch when it's another version's.
+    """
+    settings = load_settings(data_dir=data_dir)
+    url = parse_url(settings.database())
+    if url.get_backend_name() == "sqlite" and not Path(str(url.database)).is_file():
+        raise NotFound(f"{data_dir} holds no runs yet, and no service is running; `mok serve` starts one", data_dir=str(data_dir))
+    db = Database(settings.database(), read_only=True)
+    try:
+        check_schema(db)
+        yield Local(db, settings)
+    finally:
+        db.close()
+
+
+class Local:
+    """The reading half of `client.Client`."""
+
+    def __init__(self, db: Database, settings: Settings) -> None:
+        self._db, self._settings = db, settings
+
+    def job(self, job_id: str) -> dict[str, Any]:
+        return jobs.get_job(self._db, job_id).as_dict()
+
+    def jobs(self, **filters: Any) -> dict[str, Any]:
+        page = jobs.list_jobs(self._db, **filters)
+        return {"items": [job.as_dict() for job in page.items], "next_cursor": page.next_cursor}
+
+    def run(self, run_id: str) -> dict[str, Any]:
+        return runs.get_run(self._db, run_id).as_dict()
+
+    def runs(self, **filters: Any) -> dict[str, Any]:
+        page = runs.list_runs(self._db, **filters)
+        return {"items": [run.as_dict() for run in page.items], "next_cursor": page.next_cursor}
+
+    def steps(self, run_id: str, after: int = -1) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        while page := runs.steps(self._db, run_id, after, ITEMS_MAX):
+            found += [step.as_dict() for step in page]
+            after = page[-1].record.step
+        return found
+
+    def logs(self, run_id: str, after: int = 0) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        while page := runs.logs(self._db, run_id, after, ITEMS_MAX):
+            found += [line.as_dict() for line in page]
+            after = page[-1].number
+        return found
+
+    def checkpoints(self, run_id: str) -> list[dict[str, Any]]:
+        return [checkpoint.as_dict() for checkpoint in runs.checkpoints(self._db, run_id)]
+
+    def verifications(self, run_id: str) -> list[dict[str, Any]]:
+        return [verification.as_dict() for verification in runs.verifications(self._db, run_id)]
+
+    def provenance(self, run_id: str) -> dict[str, Any]:
+        return runs.provenance(self._db, run_id)
+
+    def checkpoint_file(self, run_id: str, step: int, name: str) -> Iterator[bytes]:
+        """The bytes of a checkpoint's file, in pieces. Raises NotFound."""
+        folder = next((c.info.folder for c in runs.checkpoints(self._db, run_id) if c.info.step == step), "")
+        try:
+            with (self._settings.checkpoints(run_id) / folder / name).open("rb") as file:
+                while piece := file.read(CHUNK_BYTES):
+                    yield piece
+        except OSError:
+            raise NotFound(f"{name!r} of the checkpoint of step {step} isn't in the store", name=name) from None

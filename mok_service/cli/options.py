@@ -1,0 +1,63 @@
+"""The options that verbs share, and how a verb reaches the service."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from mok_service.cli.local import Local
+    from mok_service.client import Client
+
+Url = Annotated[str | None, typer.Option("--url", envvar="MOK_URL", show_envvar=True, metavar="URL",
+                                         help="Address of the service; default: that of the one that holds the data folder.")]
+DataDir = Annotated[Path, typer.Option("--data-dir", envvar="MOK_DATA_DIR", show_envvar=True, metavar="FOLDER",
+                                       help="The embedded service's folder.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Id of a run; latest for the newest.")]
+DATA_DIR = Path(".mok")
+
+
+@contextmanager
+def service(url: str | None, data_dir: Path) -> Iterator[Client]:
+    """A running service. Raises ServiceUnreachable when there is none."""
+    from mok_service.client import Client, find_url
+    from mok_service.errors import ServiceUnreachable
+
+    found = find_url(url, data_dir)
+    if found is None:
+        raise ServiceUnreachable(f"no service holds the data folder {data_dir}; `mok serve` starts one, --url names another")
+    with Client(found) as client:
+        yield client
+
+
+@contextmanager
+def reader(url: str | None, data_dir: Path) -> Iterator[Client | Local]:
+    """A running service; where none holds the data folder, what the folder has, opened for reading only."""
+    from mok_service.client import Client, find_url
+
+    found = find_url(url, data_dir)
+    if found is not None:
+        with Client(found) as client:
+            yield client
+        return
+    from mok_service.cli.local import open_local
+
+    with open_local(data_dir) as local:
+        yield local
+
+
+def run_id(source: Client | Local, text: str) -> str:
+    """The id that a RUN argument stands for. Raises NotFound for `latest` where there are no runs."""
+    from mok_service.errors import NotFound
+
+    if text != "latest":
+        return text
+    newest: list[dict[str, Any]] = source.runs(limit=1)["items"]
+    if not newest:
+        raise NotFound("there are no runs yet")
+    return str(newest[0]["id"])

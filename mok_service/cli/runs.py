@@ -1,0 +1,129 @@
+"""Verbs about runs: runs, show, logs, watch, diff, cancel, pause, resume."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from mok_service.cli.options import DATA_DIR, AsJson, DataDir, RunArgument, Url, reader, run_id, service
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add these verbs to the command."""
+    app.command("runs", epilog="Example: mok runs --status running")(list_runs)
+    app.command(epilog="Example: mok show latest")(show)
+    app.command(epilog="Example: mok logs latest")(logs)
+    app.command(epilog="Example: mok watch latest")(watch)
+    app.command(epilog="Example: mok diff RUN1 RUN2")(diff)
+    app.command(epilog="Example: mok cancel RUN")(cancel)
+    app.command(epilog="Example: mok pause RUN")(pause)
+    app.command(epilog="Example: mok resume RUN")(resume)
+
+
+def list_runs(
+    status: Annotated[str | None, typer.Option(metavar="STATUS", help="Only runs in this state.")] = None,
+    job: Annotated[str | None, typer.Option(metavar="JOB", help="Only runs of this job.")] = None,
+    digest: Annotated[str | None, typer.Option(metavar="DIGEST", help="Only runs that produced or used this digest.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=200, help="How many; the newest first.")] = 20,
+    cursor: Annotated[str | None, typer.Option(metavar="CURSOR", help="Go on after the page that gave this cursor.")] = None,
+    url: Url = None, data_dir: DataDir = DATA_DIR, as_json: AsJson = False,
+) -> None:
+    """List runs, the newest first."""
+    from mok_service import render
+    from mok_service.lifecycle import STATUSES
+
+    if status is not None and status not in STATUSES:
+        raise typer.BadParameter(f"{status!r} is no state; allowed: {', '.join(STATUSES)}", param_hint="--status")
+    with reader(url, data_dir) as source:
+        page = source.runs(status=status, job=job, digest=digest, limit=limit, cursor=cursor)
+    if as_json:
+        render.print_json(page)
+    else:
+        render.show(render.runs_table(page["items"]))
+
+
+def show(run: RunArgument, url: Url = None, data_dir: DataDir = DATA_DIR, as_json: AsJson = False) -> None:
+    """Show one run: state, digests, verdicts."""
+    from mok_service import render
+
+    with reader(url, data_dir) as source:
+        found = source.run(run_id(source, run))
+        job, verdicts = source.job(found["job"]), source.verifications(found["id"])
+    if as_json:
+        render.print_json({"run": found, "job": job, "verifications": verdicts})
+    else:
+        render.show(render.run_table(found, job, verdicts))
+
+
+def logs(run: RunArgument, url: Url = None, data_dir: DataDir = DATA_DIR, as_json: AsJson = False) -> None:
+    """Print what a run's attempts logged."""
+    from mok_service import render
+
+    with reader(url, data_dir) as source:
+        lines = source.logs(run_id(source, run))
+    if as_json:
+        render.print_json({"items": lines})
+        return
+    for line in render.logs_text(lines):
+        print(line)
+
+
+def watch(run: RunArgument, url: Url = None, data_dir: DataDir = DATA_DIR, as_json: AsJson = False) -> None:
+    """Follow a run to its end. Exits 1 when it failed or was cancelled."""
+    from mok_service.cli.following import exit_for_run, follow
+
+    with service(url, data_dir) as client:
+        exit_for_run(follow(client, client.run(run_id(client, run)), quiet=as_json), as_json)
+
+
+def diff(
+    first: Annotated[str, typer.Argument(metavar="RUN1", help="Id of a run.")],
+    second: Annotated[str, typer.Argument(metavar="RUN2", help="Id of a run.")],
+    url: Url = None, data_dir: DataDir = DATA_DIR, as_json: AsJson = False,
+) -> None:
+    """Compare two runs.
+
+    Their specs, and their step records up to the first that differs.
+
+    Exits 0 when every step is equal, 3 when one differs, 5 when they are equal as far as the shorter one goes.
+    """
+    from mok_service import render
+    from mok_service.provenance.compare import compare_records
+
+    with reader(url, data_dir) as source:
+        a, b = (source.provenance(run_id(source, run)) for run in (first, second))
+    difference = compare_records(a, b)
+    if as_json:
+        render.print_json(difference.as_dict())
+    else:
+        for line in render.difference_lines(difference):
+            render.show(line)
+    raise typer.Exit({"equal": 0, "different": 3, "equal_so_far": 5}[difference.outcome])
+
+
+def cancel(run: RunArgument, url: Url = None, data_dir: DataDir = DATA_DIR, as_json: AsJson = False) -> None:
+    """End a run. What it recorded stays."""
+    _act(run, "cancel", url, data_dir, as_json)
+
+
+def pause(run: RunArgument, url: Url = None, data_dir: DataDir = DATA_DIR, as_json: AsJson = False) -> None:
+    """Stop a run with a checkpoint, to be resumed."""
+    _act(run, "pause", url, data_dir, as_json)
+
+
+def resume(run: RunArgument, url: Url = None, data_dir: DataDir = DATA_DIR, as_json: AsJson = False) -> None:
+    """Go on with a paused run."""
+    _act(run, "resume", url, data_dir, as_json)
+
+
+def _act(run: str, action: str, url: str | None, data_dir: Any, as_json: bool) -> None:
+    from mok_service import render
+
+    with service(url, data_dir) as client:
+        changed = client.act(run_id(client, run), action)
+    if as_json:
+        render.print_json(changed)
+    else:
+        wish = {"cancel": "to be cancelled", "pause": "to be paused", "run": "to be run"}[changed["desired_state"]]
+        render.show(f"{changed['id']}  {changed['status']}, {wish}")

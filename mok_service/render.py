@@ -1,0 +1,237 @@
+"""What the command shows: tables, one run in detail, and progress while a run trains."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from datetime import datetime
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from mok_service.provenance.compare import RecordDifference
+
+LINE_SECONDS: Final = 5.0  # between two lines of progress where there is no terminal
+RATE_STEPS: Final = 20     # the speed is that of the last so many steps
+
+_COLOURS = {
+    "queued": "cyan", "claimed": "cyan", "starting": "cyan", "running": "blue", "stopping": "blue", "paused": "yellow",
+    "succeeded": "green", "failed": "red", "cancelled": "yellow",
+    "INTACT": "green", "AUDITED": "green", "REPRODUCED": "green", "DIVERGED": "red", "TAMPERED": "red", "INCONCLUSIVE": "yellow",
+}
+
+CHANGES_MAX: Final = 20    # of one kind, before the rest is counted
+PIPE_WIDTH: Final = 240    # nothing is cut off where no terminal says how wide it is
+ID_WIDTH: Final = len("run_") + 32
+
+console = Console(highlight=False)
+
+
+def show(*what: Any) -> None:
+    """Print text or tables on stdout."""
+    text = all(isinstance(part, str | Text) for part in what)
+    console.print(*what, width=None if console.is_terminal else PIPE_WIDTH, soft_wrap=text, markup=False)
+
+
+def print_json(value: Any) -> None:
+    """JSON for programs: integers exact, text as it is."""
+    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def coloured(word: str | None) -> Text:
+    """A status or verdict in its colour."""
+    return Text(word or "-", style=_COLOURS.get(word or "", ""))
+
+
+def jobs_table(items: Sequence[Mapping[str, Any]]) -> Table:
+    """A line for each job."""
+    table = _table("job", "name", "seed", "steps", "created")
+    for job in items:
+        table.add_row(job["id"], job["name"], str(job["seed"]), str(job["steps"]), _at(job["created_at"]))
+    return table
+
+
+def runs_table(items: Sequence[Mapping[str, Any]]) -> Table:
+    """A line for each run."""
+    table = _table("run", "kind", "status", "step", "weights", "verdict", "created")
+    for run in items:
+        table.add_row(run["id"], run["kind"], coloured(run["status"]), f"{_or_dash(run['step'])}/{run['steps']}",
+                      _short(run["weights"]), coloured(run["verdict"]), _at(run["created_at"]))
+    return table
+
+
+def run_table(run: Mapping[str, Any], job: Mapping[str, Any], verifications: Iterable[Mapping[str, Any]]) -> Table:
+    """All that matters of one run."""
+    table = _facts()
+    rows: list[tuple[str, Any]] = [
+        ("run", run["id"]), ("job", f"{run['job']}  {job['name']}"),
+        ("kind", run["kind"] + (f" of {run['reproduces']}" if run["reproduces"] else "")), ("status", coloured(run["status"])),
+    ]
+    if run["stop_reason"] not in (None, "finished"):
+        rows.append(("stopped by", run["stop_reason"].replace("_", " ")))
+    if run["message"]:
+        rows.append(("message", run["message"]))
+    rows += [
+        ("step", f"{_or_dash(run['step'])} of {run['steps']}"), ("attempt", str(run["attempt"])), ("seed", str(job["seed"])),
+        ("device", f"{run['execution']['count']} x {run['execution']['device']}"),
+        ("training", job["digest"]), ("head", _or_dash(run["head"])), ("weights", _or_dash(run["weights"])),
+        ("created", _at(run["created_at"])), ("started", _at(run["started_at"])), ("ended", _at(run["ended_at"])),
+    ]
+    rows += [("verdict", Text.assemble(coloured(v["verdict"]), f"  {v['message']}")) for v in verifications]
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def record_table(record: Mapping[str, Any]) -> Table:
+    """The main facts of a record."""
+    identity, chain, code = record["identity"], record["chain"], record["code"] or {}
+    hardware = (record["environment"] or {}).get("hardware") or {}
+    git, data = code.get("git") or {}, record["data"]
+    table = _facts()
+    rows: list[tuple[str, Any]] = [(name, _or_dash(identity.get(name))) for name in ("run", "job", "kind", "status")]
+    changes = " with changes" if git.get("dirty") else ""
+    rows += [
+        ("training", record["spec"]["training_digest"]), ("arithmetic", record["arithmetic"]["name"]),
+        ("seed", record["seeds"]["seed"]),
+        ("data", "-" if data is None else f"{data['digest']}  {len(data['manifest']['files'])} files"),
+        ("code", f"{_or_dash(code.get('version'))}  commit {_or_dash(git.get('commit'))}{changes}"),
+        ("machine", f"{_or_dash(hardware.get('host'))}  {_or_dash((hardware.get('cpu') or {}).get('model'))}"),
+        ("genesis", _or_dash(chain["genesis"])), ("head", f"{_or_dash(chain['head'])}  {chain['length']} records"),
+    ]
+    rows += [(name, digest) for name, digest in (record["final"] or {}).items()]
+    rows += [("checkpoint", f"step {c['step']}  {c['state']['weights']}") for c in record["checkpoints"]]
+    rows += [("attempt", f"{a['attempt']}  {_or_dash(a['end'])}  {a['message'] or ''}") for a in record["attempts"]]
+    rows += [("verdict", Text.assemble(coloured(v["verdict"]), f"  {v['message']}")) for v in record["verifications"]]
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def logs_text(items: Iterable[Mapping[str, Any]]) -> Iterable[str]:
+    """A text line for each log line."""
+    for line in items:
+        yield f"{_at(line['at'])} {line['level']:7} {line['message']}"
+
+
+def estimate_table(validated: Mapping[str, Any]) -> Table:
+    """What a job would cost."""
+    cost, digest = validated["estimate"], validated["training_digest"]
+    table = _facts()
+    table.add_row("training", digest or "depends on the seed, which is drawn at submit")
+    table.add_row("parameters", f"{cost['parameters_total']:,} in all, {cost['parameters_active']:,} active for a token")
+    table.add_row("tokens", f"{cost['tokens_per_step']:,} a step")
+    table.add_row("arithmetic", f"{cost['flops_per_token']:,} FLOPs a token")
+    table.add_row("memory", f"about {cost['memory_bytes']['total'] / 2**20:,.0f} MiB")
+    return table
+
+
+def difference_lines(difference: RecordDifference) -> Iterable[str]:
+    """How two runs compare, in sentences: what was asked for, then the steps."""
+    for name, changes in (("training", difference.training), ("data", difference.data), ("execution", difference.execution)):
+        for change in changes[:CHANGES_MAX]:
+            yield f"{change.field}: {change.first} / {change.second}"
+        if len(changes) > CHANGES_MAX:
+            yield f"{name}: and {len(changes) - CHANGES_MAX} more"
+    yield from (f"code: {sentence}" for sentence in difference.code)
+    if difference.change is not None:
+        yield f"different: step {difference.step}, {difference.change.field}"
+        yield f"  {difference.change.first}"
+        yield f"  {difference.change.second}"
+    elif difference.outcome == "equal":
+        yield f"equal: every step record, {_or_dash(difference.step)} steps"
+    elif difference.step is None:
+        yield "nothing to compare: one of them has no step records"
+    else:
+        yield f"equal through step {difference.step}, where the shorter one ends"
+
+
+class StepProgress(AbstractContextManager["StepProgress"]):
+    """A bar with step, loss, tokens/s and estimated time left; without a terminal a line now and then."""
+
+    def __init__(self, label: str, steps: int, *, quiet: bool = False) -> None:
+        self._steps = steps
+        self._recent: list[tuple[float, int]] = []
+        self._quiet, self._lines = quiet, not console.is_terminal
+        self._said_at = 0.0
+        self._bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[told]}"),
+            console=console, disable=quiet or self._lines,
+        )
+        self._task = self._bar.add_task(label, total=steps, told="")
+        self._label = label
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self._bar.stop()
+
+    def state(self, status: str) -> None:
+        """What the run is doing while it isn't stepping."""
+        self._bar.update(self._task, told=status)
+
+    def step(self, step: int, loss: float | None, tokens: int | None, seconds: float | None) -> None:
+        """A step is done; `seconds` is what it took."""
+        if seconds and tokens:
+            self._recent = [*self._recent[-RATE_STEPS + 1:], (seconds, tokens)]
+        told = self._told(step, loss)
+        self._bar.update(self._task, completed=step, told=told)
+        now = time.monotonic()
+        if self._lines and not self._quiet and (step == self._steps or now - self._said_at >= LINE_SECONDS):
+            self._said_at = now
+            show(f"{self._label}  step {step}/{self._steps}  {told}")
+
+    def _told(self, step: int, loss: float | None) -> str:
+        parts = [f"loss {loss:.4f}"] if loss is not None else []
+        spent = sum(seconds for seconds, _ in self._recent)
+        if spent > 0:
+            left = (self._steps - step) * spent / len(self._recent)
+            parts += [f"{sum(tokens for _, tokens in self._recent) / spent:,.0f} tokens/s", f"{duration(left)} left"]
+        return "  ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """45 s, 3:05 min, 2:10 h."""
+    whole = round(seconds)
+    if whole < 100:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    return f"{minutes}:{rest:02} min" if minutes < 100 else f"{minutes // 60}:{minutes % 60:02} h"
+
+
+def _facts() -> Table:
+    """A name and a value a line."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in columns:
+        table.add_column(column, no_wrap=True, min_width=ID_WIDTH if column in ("run", "job") else None)
+    return table
+
+
+def _at(text: str | None) -> str:
+    """A time of REST in the reader's own zone."""
+    return "-" if text is None else datetime.fromisoformat(text).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _short(digest: str | None) -> str:
+    return "-" if digest is None else digest[: len("sha256:") + 12]
+
+
+def _or_dash(value: Any) -> str:
+    return "-" if value is None else str(value)

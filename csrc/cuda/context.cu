@@ -1,0 +1,125 @@
+#include "cuda/context.h"
+
+
+#include <mutex>
+#include <vector>
+
+#include "cuda/build_info.h"
+#include "cuda/probe.h"
+
+namespace mok::cuda {
+namespace {
+
+std::string json_escaped(const char *text) {
+  std::string out;
+  for (const char *c = text; *c != '\0'; ++c) {
+    if (*c == '"' || *c == '\\') out += '\\';
+    out += *c;
+  }
+  return out;
+}
+
+// Hopper and Blackwell data-centre parts: code for them is in this library and their tensor cores follow mok-1.
+bool architecture_supported(int major, int minor) { return (major == 9 && minor == 0) || (major == 10 && (minor == 0 || minor == 3)); }
+
+mok_status check_architecture(const cudaDeviceProp &properties) {
+  if (architecture_supported(properties.major, properties.minor)) return MOK_OK;
+  if (properties.major == 8) {
+    MOK_FAIL(MOK_UNSUPPORTED,
+             "%s (compute capability %d.%d) is refused: Ampere and Ada tensor cores sum 8 products at a time and keep 24 bits, which is "
+             "another arithmetic than " MOK_ARITHMETIC "; allowed: 9.0, 10.0, 10.3",
+             properties.name, properties.major, properties.minor);
+  }
+  MOK_FAIL(MOK_UNSUPPORTED, "%s has compute capability %d.%d; allowed: 9.0, 10.0, 10.3", properties.name, properties.major,
+           properties.minor);
+}
+
+mok_status find_tensor_map_encoder(PFN_cuTensorMapEncodeTiled_v12000 *out) {
+  void *function = nullptr;
+  cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+  MOK_CUDA(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found));
+  if (found != cudaDriverEntryPointSuccess || function == nullptr) {
+    MOK_FAIL(MOK_UNSUPPORTED, "the driver has no cuTensorMapEncodeTiled; allowed: a driver of CUDA 12.4 or later");
+  }
+  *out = reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
+  return MOK_OK;
+}
+
+// The short probe, once a process and device: a device that fails it is refused for ever.
+mok_status probe_once(mok_context *context) {
+  static std::mutex lock;
+  static std::vector<int> passed;
+  const std::lock_guard<std::mutex> held(lock);
+  for (const int device : passed) {
+    if (device == context->device) return MOK_OK;
+  }
+  MOK_TRY(quick_probe(context->stream));
+  passed.push_back(context->device);
+  return MOK_OK;
+}
+
+mok_status create(const mok_context_options &options, mok_context **out) {
+  int devices = 0;
+  if (const cudaError_t error = cudaGetDeviceCount(&devices); error != cudaSuccess || devices == 0) {
+    cudaGetLastError();
+    MOK_FAIL(MOK_UNSUPPORTED, "no CUDA device: %s", error == cudaSuccess ? "the driver reports none" : cudaGetErrorString(error));
+  }
+  MOK_REQUIRE(options.device >= 0 && options.device < devices, "device is %d; allowed: 0 to %d", options.device, devices - 1);
+  const DeviceGuard guard(options.device);
+  MOK_CUDA(guard.error);
+  cudaDeviceProp properties;
+  MOK_CUDA(cudaGetDeviceProperties(&properties, options.device));
+  MOK_TRY(check_architecture(properties));
+  PFN_cuTensorMapEncodeTiled_v12000 encode = nullptr;
+  MOK_TRY(find_tensor_map_encoder(&encode));
+  mok_context context{options.device, properties.multiProcessorCount, static_cast<cudaStream_t>(options.stream), encode, ""};
+  context.info = "{\"backend\": \"cuda\", \"device\": " + std::to_string(options.device) + ", \"name\": \"" +
+                 json_escaped(properties.name) + "\", \"compute_capability\": \"" + std::to_string(properties.major) + "." +
+                 std::to_string(properties.minor) + "\", \"multiprocessors\": " + std::to_string(properties.multiProcessorCount) + "}";
+  MOK_TRY(probe_once(&context));
+  *out = new mok_context(context);
+  return MOK_OK;
+}
+
+}  // namespace
+
+mok_status fail_cuda(cudaError_t error, const char *expression, const char *file, int line) noexcept {
+  cudaGetLastError();  // an error that is not sticky is reported once
+  const mok_status status = error == cudaErrorMemoryAllocation ? MOK_OUT_OF_MEMORY : MOK_DEVICE;
+  return fail(status, file, line, "%s: %s (%s)", expression, cudaGetErrorName(error), cudaGetErrorString(error));
+}
+
+}  // namespace mok::cuda
+
+extern "C" {
+
+MOK_API int32_t mok_abi_version(void) { return MOK_ABI_VERSION; }
+
+MOK_API const char *mok_arithmetic(void) { return MOK_ARITHMETIC; }
+
+MOK_API const char *mok_backend(void) { return "cuda"; }
+
+MOK_API const char *mok_build_info(void) {
+  return "{\"backend\": \"cuda\", \"arithmetic\": \"" MOK_ARITHMETIC "\", \"compiler\": \"" MOK_CUDA_COMPILER
+         "\", \"flags\": \"" MOK_CUDA_FLAGS "\", \"source_digest\": \"" MOK_CUDA_SOURCE_DIGEST
+         "\", \"architectures\": \"" MOK_CUDA_ARCHITECTURES "\"}";
+}
+
+MOK_API mok_status mok_context_create(const mok_context_options *options, mok_context **out) {
+  mok::set_entry("mok_context_create");
+  MOK_REQUIRE(options != nullptr, "options is NULL; allowed: a pointer to mok_context_options");
+  MOK_REQUIRE(out != nullptr, "out is NULL; allowed: where to store the context");
+  try {
+    return mok::cuda::create(*options, out);
+  } catch (const std::bad_alloc &) {
+    MOK_FAIL(MOK_OUT_OF_MEMORY, "out of host memory");
+  } catch (const std::exception &error) {
+    MOK_FAIL(MOK_INTERNAL, "unexpected error: %s", error.what());
+  }
+}
+
+MOK_API void mok_context_destroy(mok_context *context) { delete context; }
+
+MOK_API const char *mok_context_info(mok_context *context) { return context == nullptr ? "{}" : context->info.c_str(); }
+
+}  // extern "C"

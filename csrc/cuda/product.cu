@@ -1,0 +1,279 @@
+// mok_product and the grouped products: checks, the table of tiles, tensor maps.
+#include "cuda/product.h"
+
+#include <algorithm>
+
+namespace mok::cuda {
+namespace {
+
+constexpr int64_t kExtentMax = (int64_t{1} << 31) - 1024;  // rows, columns and depth are int32 on the device
+
+// What each tile costs, in rows * columns of work a wave at the efficiency that was measured for large products (benchmarks/gpu_product.py).
+// The choice may depend on anything: no tile changes a bit.
+struct TileRow {
+  TileKind kind;
+  int64_t m, n;
+  int64_t cluster;
+  int64_t percent;
+};
+constexpr TileRow kTiles[] = {
+    {TileKind::k128x256Pair, 128, 256, 2, 100}, {TileKind::k128x256, 128, 256, 1, 96}, {TileKind::k128x128, 128, 128, 1, 80},
+    {TileKind::k64x256, 64, 256, 1, 70},        {TileKind::k64x128, 64, 128, 1, 55},
+};
+
+LaunchProduct launcher(TileKind kind) {
+  switch (kind) {
+    case TileKind::k128x256Pair: return launch_128x256_pair;
+    case TileKind::k128x256: return launch_128x256;
+    case TileKind::k128x128: return launch_128x128;
+    case TileKind::k64x256: return launch_64x256;
+    case TileKind::k64x128: return launch_64x128;
+  }
+  return nullptr;
+}
+
+// Output matrices of m x n, the tile with the least modelled time, and how many tiles (sets of `cluster`) there are.
+const TileRow &choose_tile(const mok_context &context, int64_t matrices, int64_t m, int64_t n, bool pairs, int64_t *tiles) {
+  const TileRow *best = nullptr;
+  int64_t best_cost = 0;
+  for (const TileRow &row : kTiles) {
+    if (row.cluster > 1 && !pairs) continue;
+    const int64_t count = matrices * divide_up(divide_up(m, row.m), row.cluster) * divide_up(n, row.n);
+    const int64_t waves = divide_up(count, static_cast<int64_t>(context.multiprocessors) / row.cluster);
+    const int64_t cost = waves * row.m * row.n * 1000 / row.percent;
+    if (best == nullptr || cost < best_cost) {
+      best = &row;
+      best_cost = cost;
+      *tiles = count;
+    }
+  }
+  return *best;
+}
+
+bool multiple_of_16_bytes(const void *pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+
+// An operand as a stack of row-major matrices [rows, columns].
+struct Matrices {
+  const void *base;
+  int64_t rows, columns, pitch, groups, group_elements;
+
+  bool aligned() const {
+    return multiple_of_16_bytes(base) && pitch % 8 == 0 && (groups == 1 || group_elements % 8 == 0);
+  }
+};
+
+// A map of boxes 64 elements wide and `box_rows` high, swizzled by 128 bytes, zeros outside.
+mok_status encode_map(const mok_context &context, const Matrices &matrices, int64_t box_rows, CUtensorMap *map) {
+  const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(matrices.columns), static_cast<cuuint64_t>(matrices.rows),
+                               static_cast<cuuint64_t>(matrices.groups)};
+  const int64_t group_bytes = 2 * (matrices.groups == 1 ? matrices.pitch : matrices.group_elements);
+  const cuuint64_t pitches[2] = {static_cast<cuuint64_t>(2 * matrices.pitch), static_cast<cuuint64_t>(group_bytes)};
+  const cuuint32_t box[3] = {64, static_cast<cuuint32_t>(box_rows), 1};
+  const cuuint32_t steps[3] = {1, 1, 1};
+  const CUresult result = context.encode_tensor_map(
+      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void *>(matrices.base), sizes, pitches, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) {
+    MOK_FAIL(MOK_INTERNAL, "cuTensorMapEncodeTiled gave %d for %" PRId64 " matrices of %" PRId64 " x %" PRId64 ", pitch %" PRId64,
+             static_cast<int>(result), matrices.groups, matrices.rows, matrices.columns, matrices.pitch);
+  }
+  return MOK_OK;
+}
+
+ProductOperand operand(const Matrices &matrices, const int32_t *rows) {
+  return ProductOperand{static_cast<const uint16_t *>(matrices.base), matrices.pitch, matrices.groups == 1 ? 0 : matrices.group_elements, rows,
+                        matrices.aligned() ? 1 : 0};
+}
+
+// One product of any form: operands as stored, the majorness that follows, outputs of `matrices` times m x n on average.
+struct ProductCall {
+  ProductShape shape;
+  Matrices a, b;
+  const int32_t *a_rows, *b_rows;
+  bool a_mn, b_mn;
+  ProductOutput out;
+  int64_t matrices, rows_each;  // for the choice of a tile
+};
+
+// rows of a copy box: stage_product.cuh, kCopyBoxRows
+int64_t copy_box_rows(bool mn, int64_t extent) { return mn ? 64 : std::min<int64_t>(extent, 128); }
+
+mok_status run_bf16(const mok_context &context, const ProductCall &call) {
+  const bool empty = call.shape.k == 0;
+  const bool engine_a = !empty && call.a_rows == nullptr && call.a.aligned();
+  const bool engine_b = !empty && call.b_rows == nullptr && call.b.aligned();
+  ProductLaunch launch = {};
+  launch.arguments = ProductArguments{call.shape, operand(call.a, call.a_rows), operand(call.b, call.b_rows), call.out};
+  if (engine_a && engine_b) {
+    const bool pairs = call.shape.form == ProductForm::kDense;
+    const TileRow &tile = choose_tile(context, call.matrices, call.rows_each, call.shape.n, pairs, &launch.tiles);
+    if (call.shape.form == ProductForm::kByRows) {
+      launch.tiles = (divide_up<int64_t>(call.shape.m, tile.m) + call.shape.groups) * divide_up<int64_t>(call.shape.n, tile.n);
+    }
+    MOK_TRY(encode_map(context, call.a, copy_box_rows(call.a_mn, tile.m), &launch.map_a));
+    MOK_TRY(encode_map(context, call.b, copy_box_rows(call.b_mn, tile.n), &launch.map_b));
+    return launcher(tile.kind)(context, launch, call.a_mn, call.b_mn);
+  }
+  // Threads load A, or both: two tiles, large and small.
+  const bool gather = engine_b && call.shape.form == ProductForm::kByRows;
+  const bool large = call.rows_each > 64 && call.shape.n > 128 && (gather || call.shape.form == ProductForm::kByDepth);
+  const int64_t tile_m = large ? 128 : 64;
+  const int64_t tile_n = large ? 256 : 128;
+  launch.tiles = call.matrices * divide_up(call.rows_each, tile_m) * divide_up<int64_t>(call.shape.n, tile_n);
+  if (call.shape.form == ProductForm::kByRows) {
+    launch.tiles = (divide_up<int64_t>(call.shape.m, tile_m) + call.shape.groups) * divide_up<int64_t>(call.shape.n, tile_n);
+  }
+  if (gather) {
+    MOK_TRY(encode_map(context, call.b, copy_box_rows(call.b_mn, tile_n), &launch.map_b));
+    return (large ? launch_gather_128x256 : launch_gather_64x128)(context, launch, call.a_mn, call.b_mn);
+  }
+  return (large ? launch_threads_128x256 : launch_threads_64x128)(context, launch, call.a_mn, call.b_mn);
+}
+
+bool aligned_fp32(const Matrices &matrices) {
+  return multiple_of_16_bytes(matrices.base) && matrices.pitch % 4 == 0 && (matrices.groups == 1 || matrices.group_elements % 4 == 0);
+}
+
+mok_status run(const mok_context &context, int32_t precision, const ProductCall &call) {
+  if (precision == MOK_BF16) return run_bf16(context, call);
+  const ProductFp32 product{call.shape,
+                            static_cast<const float *>(call.a.base),
+                            static_cast<const float *>(call.b.base),
+                            call.a.pitch,
+                            call.b.pitch,
+                            call.b.groups == 1 ? 0 : call.b.group_elements,
+                            call.a_rows,
+                            call.b_rows,
+                            aligned_fp32(call.a),
+                            aligned_fp32(call.b),
+                            call.out};
+  return launch_product_fp32(context, product, call.a_mn, call.b_mn);
+}
+
+bool output_vectors(const ProductOutput &out) {
+  const int64_t elements = out.bf16 ? 8 : 4;
+  return multiple_of_16_bytes(out.c) && multiple_of_16_bytes(out.initial) && multiple_of_16_bytes(out.addend) && out.pitch % elements == 0 &&
+         out.group_elements % elements == 0;
+}
+
+mok_status check_precision(int32_t precision, int32_t out_bf16) {
+  MOK_REQUIRE(precision == MOK_FP32 || precision == MOK_BF16, "precision is %d; allowed: 0 (fp32), 1 (bf16)", precision);
+  MOK_REQUIRE(out_bf16 == 0 || out_bf16 == 1, "out_bf16 is %d; allowed: 0, 1", out_bf16);
+  return MOK_OK;
+}
+
+mok_status check_extent(const char *name, int64_t value) {
+  MOK_REQUIRE(value >= 0 && value <= kExtentMax, "%s is %" PRId64 "; allowed: 0 to %" PRId64, name, value, kExtentMax);
+  return MOK_OK;
+}
+
+mok_status dense(mok_context *context, const mok_product_args *args) {
+  MOK_TRY(check_precision(args->precision, args->out_bf16));
+  MOK_REQUIRE((args->trans_a | 1) == 1 && (args->trans_b | 1) == 1, "trans_a, trans_b are %d, %d; allowed: 0, 1", args->trans_a, args->trans_b);
+  MOK_TRY(check_extent("m", args->m));
+  MOK_TRY(check_extent("n", args->n));
+  MOK_TRY(check_extent("k", args->k));
+  const int64_t a_columns = args->trans_a ? args->m : args->k;
+  const int64_t b_columns = args->trans_b ? args->k : args->n;
+  MOK_REQUIRE(args->lda >= a_columns, "lda is %" PRId64 "; allowed: %" PRId64 " or more", args->lda, a_columns);
+  MOK_REQUIRE(args->ldb >= b_columns, "ldb is %" PRId64 "; allowed: %" PRId64 " or more", args->ldb, b_columns);
+  MOK_REQUIRE(args->ldc >= args->n, "ldc is %" PRId64 "; allowed: %" PRId64 " or more", args->ldc, args->n);
+  MOK_REQUIRE_POINTER(args->a, args->m * args->k);
+  MOK_REQUIRE_POINTER(args->b, args->n * args->k);
+  MOK_REQUIRE_POINTER(args->c, args->m * args->n);
+  if (args->m == 0 || args->n == 0) return MOK_OK;
+  const auto m = static_cast<int32_t>(args->m);
+  const auto n = static_cast<int32_t>(args->n);
+  const auto k = static_cast<int32_t>(args->k);
+  ProductCall call = {};
+  call.shape = ProductShape{ProductForm::kDense, 1, m, n, k, nullptr};
+  call.a = Matrices{args->a, args->trans_a ? args->k : args->m, a_columns, args->lda, 1, 0};
+  call.b = Matrices{args->b, args->trans_b ? args->n : args->k, b_columns, args->ldb, 1, 0};
+  call.a_mn = args->trans_a != 0;
+  call.b_mn = args->trans_b == 0;
+  call.out = ProductOutput{args->c, args->initial, args->addend, args->ldc, 0, args->out_bf16, 0};
+  call.out.vectors = output_vectors(call.out);
+  call.matrices = 1;
+  call.rows_each = args->m;
+  return run(*context, args->precision, call);
+}
+
+mok_status check_grouped(const mok_grouped_product_args *args) {
+  MOK_TRY(check_precision(args->precision, args->out_bf16));
+  MOK_REQUIRE((args->trans_b | 1) == 1, "trans_b is %d; allowed: 0, 1", args->trans_b);
+  MOK_REQUIRE(args->groups >= 0 && args->groups <= kGroupsMax, "groups is %d; allowed: 0 to %d", args->groups, kGroupsMax);
+  MOK_TRY(check_extent("m", args->m));
+  MOK_TRY(check_extent("n", args->n));
+  MOK_TRY(check_extent("k", args->k));
+  MOK_REQUIRE_POINTER(args->row_offsets, args->groups);
+  return MOK_OK;
+}
+
+mok_status by_rows(mok_context *context, const mok_grouped_product_args *args) {
+  MOK_TRY(check_grouped(args));
+  MOK_REQUIRE(args->b_rows == nullptr, "b_rows is not NULL; allowed by rows: NULL");
+  MOK_REQUIRE(args->initial == nullptr, "initial is not NULL; allowed by rows: NULL");
+  MOK_REQUIRE_POINTER(args->a, args->m * args->k);
+  MOK_REQUIRE_POINTER(args->b, args->groups * args->n * args->k);
+  MOK_REQUIRE_POINTER(args->c, args->m * args->n);
+  if (args->m == 0 || args->n == 0 || args->groups == 0) return MOK_OK;
+  const auto m = static_cast<int32_t>(args->m);
+  const auto n = static_cast<int32_t>(args->n);
+  const auto k = static_cast<int32_t>(args->k);
+  ProductCall call = {};
+  call.shape = ProductShape{ProductForm::kByRows, args->groups, m, n, k, args->row_offsets};
+  call.a = Matrices{args->a, args->m, args->k, args->k, 1, 0};
+  call.b = args->trans_b ? Matrices{args->b, args->n, args->k, args->k, args->groups, args->n * args->k}
+                         : Matrices{args->b, args->k, args->n, args->n, args->groups, args->n * args->k};
+  call.a_rows = args->a_rows;
+  call.b_mn = args->trans_b == 0;
+  call.out = ProductOutput{args->c, nullptr, nullptr, args->n, 0, args->out_bf16, 0};
+  call.out.vectors = output_vectors(call.out);
+  call.matrices = args->groups;
+  call.rows_each = divide_up<int64_t>(args->m, args->groups);
+  return run(*context, args->precision, call);
+}
+
+mok_status by_depth(mok_context *context, const mok_grouped_product_args *args) {
+  MOK_TRY(check_grouped(args));
+  MOK_REQUIRE(args->out_bf16 == 0, "out_bf16 is %d; allowed by depth: 0", args->out_bf16);
+  MOK_REQUIRE_POINTER(args->a, args->m * args->k);
+  MOK_REQUIRE_POINTER(args->b, args->n * args->k);
+  MOK_REQUIRE_POINTER(args->c, args->groups * args->m * args->n);
+  if (args->m == 0 || args->n == 0 || args->groups == 0) return MOK_OK;
+  const auto m = static_cast<int32_t>(args->m);
+  const auto n = static_cast<int32_t>(args->n);
+  const auto k = static_cast<int32_t>(args->k);
+  ProductCall call = {};
+  call.shape = ProductShape{ProductForm::kByDepth, args->groups, m, n, k, args->row_offsets};
+  call.a = Matrices{args->a, args->k, args->m, args->m, 1, 0};
+  call.b = Matrices{args->b, args->k, args->n, args->n, 1, 0};
+  call.a_rows = args->a_rows;
+  call.b_rows = args->b_rows;
+  call.a_mn = true;
+  call.b_mn = true;
+  call.out = ProductOutput{args->c, args->initial, nullptr, args->n, args->m * args->n, 0, 0};
+  call.out.vectors = output_vectors(call.out);
+  call.matrices = args->groups;
+  call.rows_each = args->m;
+  return run(*context, args->precision, call);
+}
+
+}  // namespace
+}  // namespace mok::cuda
+
+extern "C" {
+
+MOK_API mok_status mok_product(mok_context *context, const mok_product_args *args) {
+  return mok::cuda::enter("mok_product", context, args, [&] { return mok::cuda::dense(context, args); });
+}
+
+MOK_API mok_status mok_grouped_product_by_rows(mok_context *context, const mok_grouped_product_args *args) {
+  return mok::cuda::enter("mok_grouped_product_by_rows", context, args, [&] { return mok::cuda::by_rows(context, args); });
+}
+
+MOK_API mok_status mok_grouped_product_by_depth(mok_context *context, const mok_grouped_product_args *args) {
+  return mok::cuda::enter("mok_grouped_product_by_depth", context, args, [&] { return mok::cuda::by_depth(context, args); });
+}
+
+}  // extern "C"

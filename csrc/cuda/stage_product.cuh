@@ -1,0 +1,325 @@
+// The stage "product": the main loop of every bf16 matrix product on the tensor cores.
+//
+// A CTA is one producer warpgroup and two consumer warpgroups. Producers fill a ring of shared-memory stages (64 deep in k) through a
+// loader an operand; consumers run one accumulator chain, k ascending, and hand the accumulators to an epilogue. A kernel that wants
+// other operands or another end (gathered rows, SwiGLU, an optimizer update) brings its own loaders and epilogue and calls:
+//
+//   extern __shared__ __align__(1024) unsigned char memory[];
+//   StageRing<Tile> ring(memory, kStageArrivals<LoadA, LoadB>);   // all threads; then __syncthreads() or cluster_sync()
+//   producer threads: for each tile { produce(ring, k, k_end, load_a, load_b); }  produce_end(ring, ...);
+//   consumer threads: for each tile { set acc; consume<...>(ring, acc, k_end - k); epilogue(acc); }
+//
+// A loader is a type with
+//   static constexpr int kEngineBytes;   what TMA brings of a stage (0: threads bring it)
+//   __device__ void load(uint32_t destination, int32_t k, int32_t k_end, uint32_t full) const;
+// Elements at k >= k_end are never multiplied beyond the block of 16 that holds k_end - 1; in that block they must be zeros, unless
+// k_end - k is a multiple of 16.
+#pragma once
+
+#include "cuda/ptx.cuh"
+#include "cuda/tensor_core.cuh"
+
+namespace mok::cuda {
+
+constexpr int kWarpgroup = 128;
+constexpr int kProducers = kWarpgroup;
+constexpr int kConsumerGroups = 2;
+constexpr int kProductThreads = kProducers + kConsumerGroups * kWarpgroup;
+constexpr int kStageDepth = kRowElements;                // k of a stage
+constexpr int kStageSteps = kStageDepth / kStepDepth;    // 16-blocks of a stage
+// Registers of a thread: one thread that starts TMA copies needs few; threads that load rows need more.
+template <bool THREADS_LOAD>
+constexpr int kProducerRegisters = THREADS_LOAD ? 56 : 40;
+template <bool THREADS_LOAD>
+constexpr int kConsumerRegisters = THREADS_LOAD ? 224 : 232;
+
+// A tile of M x N outputs. GROUPS_M = 2: each consumer warpgroup has half of the rows; 1: half of the columns.
+template <int M, int N, int GROUPS_M, int STAGES, int CLUSTER>
+struct ProductTile {
+  static constexpr int kM = M, kN = N, kStages = STAGES, kCluster = CLUSTER;
+  static constexpr int kGroupsM = GROUPS_M, kGroupsN = kConsumerGroups / GROUPS_M;
+  static constexpr int kGroupN = N / kGroupsN;            // columns of a warpgroup; its rows are 64
+  static constexpr int kAccumulators = kGroupN / 2;       // of a thread
+  static constexpr int kBytesA = M * kRowBytes, kBytesB = N * kRowBytes;
+  static constexpr int kStageBytes = kBytesA + kBytesB;
+  static constexpr int kBarriers = STAGES * kStageBytes;  // offset in shared memory
+  static constexpr int kAfterRing = kBarriers + 2 * STAGES * 8;
+  static_assert(M == 64 * GROUPS_M && kGroupN % 64 == 0);
+  static_assert(CLUSTER == 1 || CLUSTER == 2);
+};
+
+// Where a producer or consumer is in the ring.
+template <int STAGES>
+struct RingPosition {
+  int32_t stage = 0;
+  uint32_t phase = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == STAGES) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+template <class Tile>
+class StageRing {
+ public:
+  // Called by all threads; the barriers may be used after the next barrier of the CTA (of the cluster, if there is one).
+  __device__ __forceinline__ StageRing(void *memory, int full_arrivals) : base_(shared_address(memory)) {
+    if (threadIdx.x == 0) {
+      for (int stage = 0; stage < Tile::kStages; ++stage) {
+        barrier_init(full(stage), full_arrivals);
+        barrier_init(empty(stage), Tile::kCluster * kConsumerGroups * 4);
+      }
+      barrier_init_fence();
+    }
+  }
+
+  __device__ __forceinline__ uint32_t a(int stage) const { return base_ + stage * Tile::kStageBytes; }
+  __device__ __forceinline__ uint32_t b(int stage) const { return a(stage) + Tile::kBytesA; }
+  __device__ __forceinline__ uint32_t full(int stage) const { return base_ + Tile::kBarriers + stage * 8; }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return full(stage) + Tile::kStages * 8; }
+
+  // A consumer warp has read the stage: tells the producers of every CTA that wrote it.
+  __device__ __forceinline__ void release(int stage) const {
+    const uint32_t lane = threadIdx.x % 32;
+    if constexpr (Tile::kCluster == 1) {
+      if (lane == 0) {
+        barrier_arrive(empty(stage));
+      }
+    } else if (lane < Tile::kCluster) {
+      barrier_arrive_remote(empty(stage), lane);
+    }
+  }
+
+  __device__ __forceinline__ void wait_empty(const RingPosition<Tile::kStages> &at) const {
+    if constexpr (Tile::kCluster == 1) {
+      barrier_wait(empty(at.stage), at.phase ^ 1);
+    } else {
+      barrier_wait_cluster(empty(at.stage), at.phase ^ 1);
+    }
+  }
+  __device__ __forceinline__ void wait_full(const RingPosition<Tile::kStages> &at) const { barrier_wait(full(at.stage), at.phase); }
+
+ private:
+  uint32_t base_;
+};
+
+// ---- loaders ---------------------------------------------------------------------------------------------------------------
+
+// Rows of a copy box in shared memory, and boxes of an operand of EXTENT rows (or columns) of the output.
+template <bool MN, int EXTENT>
+constexpr int kCopyBoxRows = MN ? kRowElements : (EXTENT < 128 ? EXTENT : 128);
+template <bool MN, int EXTENT>
+constexpr int kCopyBoxes = EXTENT / kCopyBoxRows<MN, EXTENT>;
+
+// Through TMA. The map's dimensions are (k, row, group) for K-major operands and (row, k, group) for MN-major ones. With SHARED the CTAs
+// of a cluster need the same operand: each brings its share of the boxes to all of them.
+template <bool MN, int EXTENT, int CLUSTER, bool SHARED>
+struct EngineLoader {
+  static constexpr int kEngineBytes = EXTENT * kRowBytes;
+
+  const CUtensorMap *map;
+  int32_t first;  // row of the output (A) or its column (B)
+  int32_t group;
+
+  __device__ __forceinline__ void load(uint32_t destination, int32_t k, int32_t, uint32_t full) const {
+    constexpr int boxes = kCopyBoxes<MN, EXTENT>;
+    constexpr int box_rows = kCopyBoxRows<MN, EXTENT>;
+    constexpr bool multicast = SHARED && CLUSTER > 1;
+    constexpr int own = multicast ? boxes / CLUSTER : boxes;
+    static_assert(own * (multicast ? CLUSTER : 1) == boxes);
+    const int begin = multicast ? cluster_rank() * own : 0;
+#pragma unroll
+    for (int i = 0; i < own; ++i) {
+      const int box = begin + i;
+      const int32_t row = first + box * box_rows;
+      const int32_t x = MN ? row : k;
+      const int32_t y = MN ? k : row;
+      const uint32_t to = destination + box * box_rows * kRowBytes;
+      if constexpr (multicast) {
+        copy_box_multicast(to, map, x, y, group, full, (1 << CLUSTER) - 1);
+      } else {
+        copy_box(to, map, x, y, group, full);
+      }
+    }
+  }
+};
+
+// Through the producer threads: rows gathered by index, or operands whose address or row pitch TMA can't read. The same bytes end up in
+// shared memory.
+template <bool MN, int EXTENT>
+struct RowLoader {
+  static constexpr int kEngineBytes = 0;
+  static constexpr int kChunks = kRowBytes / 16;                           // of a row: one thread each
+  static constexpr int kPasses = EXTENT * kChunks / kProducers;
+  static constexpr int kRowsOfPass = kProducers / kChunks;
+
+  const uint16_t *base;    // of the group
+  int64_t pitch;           // elements between rows
+  const int32_t *rows;     // row of the operand for each row of the product, -1: zeros; or NULL: the same row
+  int32_t first, end;      // output rows (or columns) of the tile, and where the operand ends
+  bool aligned;            // rows start at multiples of 16 bytes
+
+  __device__ __forceinline__ void load(uint32_t destination, int32_t k, int32_t k_end, uint32_t) const {
+    const int32_t chunk = threadIdx.x % kChunks;
+    const int32_t thread_row = threadIdx.x % kProducers / kChunks;
+#pragma unroll 4
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int32_t row = pass * kRowsOfPass + thread_row;  // in shared memory
+      if constexpr (MN) {
+        const int32_t box = row / kRowElements;
+        copy_chunk(destination + swizzled(row, chunk), k + row % kRowElements, k_end, first + box * kRowElements + 8 * chunk, end);
+      } else {
+        copy_chunk(destination + swizzled(row, chunk), first + row, end, k + 8 * chunk, k_end);
+      }
+    }
+  }
+
+ private:
+  // Eight elements of `row` from `column` on; zeros at and after the ends.
+  __device__ __forceinline__ void copy_chunk(uint32_t destination, int32_t row, int32_t row_end, int32_t column, int32_t column_end) const {
+    int32_t source = -1;
+    int32_t count = min(8, column_end - column);
+    if (row < row_end && count > 0) {
+      source = rows == nullptr ? row : __ldg(rows + row);
+    }
+    count = source < 0 ? 0 : count;
+    const uint16_t *from = base + (count > 0 ? source * pitch + column : 0);
+    if (aligned) {
+      copy_16_bytes(destination, from, count * 2);
+      return;
+    }
+    uint32_t words[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (i < count) {
+        words[i / 2] |= static_cast<uint32_t>(__ldg(from + i)) << (i % 2 * 16);
+      }
+    }
+    asm volatile("st.shared::cta.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(destination), "r"(words[0]), "r"(words[1]), "r"(words[2]),
+                 "r"(words[3])
+                 : "memory");
+  }
+};
+
+// Whether the producer threads fill a part of the stages, and how many arrivals complete a full barrier (besides TMA's bytes).
+template <class LoadA, class LoadB>
+constexpr bool kThreadsLoad = LoadA::kEngineBytes == 0 || LoadB::kEngineBytes == 0;
+template <class LoadA, class LoadB>
+constexpr int kStageArrivals = (kThreadsLoad<LoadA, LoadB> ? kProducers : 0) + (LoadA::kEngineBytes + LoadB::kEngineBytes > 0 ? 1 : 0);
+
+// ---- producers -------------------------------------------------------------------------------------------------------------
+
+constexpr int kCopiesInFlight = 2;  // stages that producer threads start before they wait for the first; less than a ring's stages
+
+template <class Tile>
+struct ProducerState {
+  RingPosition<Tile::kStages> at;       // the next stage to fill
+  RingPosition<Tile::kStages> publish;  // the next stage to hand over (threads only)
+  int32_t unpublished = 0;
+};
+
+// Hands the oldest unpublished stage to the consumers, once this thread's copies to it are done.
+template <int PENDING, class Tile>
+__device__ __forceinline__ void publish_stage(const StageRing<Tile> &ring, ProducerState<Tile> &state) {
+  copies_wait<PENDING>();
+  fence_for_async_readers();
+  barrier_arrive(ring.full(state.publish.stage));
+  state.publish.advance();
+  --state.unpublished;
+}
+
+// Fills the stages of one tile. If both loaders use TMA, one thread calls this; else all producer threads do.
+template <class Tile, class LoadA, class LoadB>
+__device__ __forceinline__ void produce(const StageRing<Tile> &ring, ProducerState<Tile> &state, int32_t k, int32_t k_end, const LoadA &load_a,
+                                        const LoadB &load_b) {
+  constexpr int engine_bytes = LoadA::kEngineBytes + LoadB::kEngineBytes;
+  constexpr bool threads_load = kThreadsLoad<LoadA, LoadB>;
+  const bool leader = !threads_load || threadIdx.x % kProducers == 0;
+  for (; k < k_end; k += kStageDepth) {
+    const int stage = state.at.stage;
+    ring.wait_empty(state.at);
+    if (engine_bytes > 0 && leader) {
+      barrier_arrive_expect(ring.full(stage), engine_bytes);
+    }
+    if (LoadA::kEngineBytes == 0 || leader) {
+      load_a.load(ring.a(stage), k, k_end, ring.full(stage));
+    }
+    if (LoadB::kEngineBytes == 0 || leader) {
+      load_b.load(ring.b(stage), k, k_end, ring.full(stage));
+    }
+    state.at.advance();
+    if constexpr (threads_load) {
+      copies_commit();
+      if (++state.unpublished > kCopiesInFlight) {
+        publish_stage<kCopiesInFlight>(ring, state);
+      }
+    }
+  }
+}
+
+// After the last tile, where threads load: hands over what is left.
+template <class Tile>
+__device__ __forceinline__ void produce_end(const StageRing<Tile> &ring, ProducerState<Tile> &state) {
+  while (state.unpublished > 0) {
+    publish_stage<0>(ring, state);
+  }
+}
+
+// ---- consumers -------------------------------------------------------------------------------------------------------------
+
+// Issues the first `steps` steps of the stage at `at` and commits them.
+template <class Tile, bool A_MN, bool B_MN>
+__device__ __forceinline__ void issue_stage(const StageRing<Tile> &ring, const RingPosition<Tile::kStages> &at, float (&acc)[Tile::kAccumulators],
+                                            int steps) {
+  const int group = threadIdx.x / kWarpgroup - kProducers / kWarpgroup;
+  const uint32_t a = ring.a(at.stage) + group / Tile::kGroupsN * 64 * kRowBytes;
+  const uint32_t b = ring.b(at.stage) + group % Tile::kGroupsN * Tile::kGroupN * kRowBytes;
+  ring.wait_full(at);
+  steps_begin();
+#pragma unroll
+  for (int step = 0; step < kStageSteps; ++step) {
+    if (step < steps) {
+      multiply_step<Tile::kGroupN, A_MN, B_MN>(acc, a, b, step);
+    }
+  }
+  steps_commit();
+}
+
+// The warpgroup's accumulators go on over `depth` products of the ring's next stages, k ascending. A stage is released when the next one
+// has been issued and it is no longer read.
+template <class Tile, bool A_MN, bool B_MN>
+__device__ __forceinline__ void consume(const StageRing<Tile> &ring, RingPosition<Tile::kStages> &at, float (&acc)[Tile::kAccumulators],
+                                        int32_t depth) {
+  const int32_t steps = (depth + kStepDepth - 1) / kStepDepth;
+  const int32_t full = steps / kStageSteps;
+  const int32_t rest = steps % kStageSteps;
+  if (full > 0) {
+    pin(acc);
+    issue_stage<Tile, A_MN, B_MN>(ring, at, acc, kStageSteps);
+    int previous = at.stage;
+    at.advance();
+    for (int32_t i = 1; i < full; ++i) {
+      issue_stage<Tile, A_MN, B_MN>(ring, at, acc, kStageSteps);
+      steps_wait<1>();
+      ring.release(previous);
+      previous = at.stage;
+      at.advance();
+    }
+    steps_wait<0>();
+    pin(acc);
+    ring.release(previous);
+  }
+  if (rest > 0) {
+    pin(acc);
+    issue_stage<Tile, A_MN, B_MN>(ring, at, acc, rest);
+    steps_wait<0>();
+    pin(acc);
+    ring.release(at.stage);
+    at.advance();
+  }
+}
+
+}  // namespace mok::cuda

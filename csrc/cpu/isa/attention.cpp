@@ -70,13 +70,23 @@ float row_maximum(int64_t count, const float *x) {
   return maximum;
 }
 
-// x[j] = exp2(x[j]*c - shift), +0 below 2^-126.
-void exponentials(int64_t count, float c, float shift, float *x) {
+// exp2(dot*c - shift), +0 below 2^-126; the exponent is at most 0 and an error of rounding.
+inline float probability(float dot, float c, float shift) {
+  const float t = mok::f32::fma(dot, c, -shift);
+  const float rest = t < -126.0f ? 0.0f : mok::f32::nan();
+  const float value = mok::f32::exp2_normal(t);
+  return t >= -126.0f ? value : rest;
+}
+
+void probabilities(int64_t count, float c, float shift, float *x) {
+  for (int64_t j = 0; j < count; ++j) x[j] = probability(x[j], c, shift);
+}
+
+// From S to P = p*r and from dP to dS, unrounded.
+void gradients(int64_t count, float c, float shift, float recip, float delta, float *__restrict p, float *__restrict ds) {
   for (int64_t j = 0; j < count; ++j) {
-    const float t = mok::f32::fma(x[j], c, -shift);
-    const float rest = t < -126.0f ? 0.0f : mok::f32::nan();
-    const float value = mok::f32::exp2_normal(t);  // t is at most 0 and an error of rounding
-    x[j] = t >= -126.0f ? value : rest;
+    p[j] = probability(p[j], c, shift) * recip;
+    ds[j] = p[j] * (ds[j] - delta);
   }
 }
 
@@ -140,7 +150,7 @@ void forward(const mok_attention_forward_args *args, const AttentionBlocks *bloc
     float *const row = dots + i * width;
     const int64_t allowed = first + i + 1;
     const float maximum = row_maximum(allowed, row);
-    exponentials(allowed, c, maximum * c, row);
+    probabilities(allowed, c, maximum * c, row);
     recips[i] = 1.0f / lane_sum(allowed, row);
     memset(row + allowed, 0, static_cast<size_t>(keys - allowed) * sizeof(float));
     if (precision == MOK_BF16) mok::store_row(precision, keys, row, mok::operand_at(precision, weights, i * width));
@@ -209,13 +219,8 @@ void tile_gradients(const Backward *task, int64_t head, int64_t query, int64_t r
   for (int64_t i = 0; i < rows; ++i) {
     const int64_t statistic = (task->token + query + i) * args->heads + head, reach = query + i + 1 - key;
     const int64_t allowed = reach < 0 ? 0 : smaller(reach, keys);
-    const float recip = args->row_recip[statistic];
     float *const p = task->dots + i * keys, *const ds = task->products + i * keys;
-    exponentials(allowed, c, args->row_max[statistic] * c, p);
-    for (int64_t j = 0; j < allowed; ++j) {
-      p[j] = p[j] * recip;
-      ds[j] = p[j] * (ds[j] - delta[query + i]);
-    }
+    gradients(allowed, c, args->row_max[statistic] * c, args->row_recip[statistic], delta[query + i], p, ds);
     memset(p + allowed, 0, static_cast<size_t>(keys - allowed) * sizeof(float));
     memset(ds + allowed, 0, static_cast<size_t>(keys - allowed) * sizeof(float));
     if (args->precision == MOK_BF16) {

@@ -15,6 +15,7 @@ from sqlalchemy import (
     and_,
     func,
     insert,
+    literal,
     or_,
     select,
     tuple_,
@@ -64,7 +65,8 @@ def add(tx: Connection, table: Table, rows: Sequence[Values]) -> None:
 def insert_unless_there(tx: Connection, table: Table, values: Values) -> bool:
     """Inserts a row; False when one with its primary key is there. Waits for a concurrent insert of that key."""
     statement = postgresql.insert(table) if tx.dialect.name == "postgresql" else sqlite.insert(table)
-    return tx.execute(statement.values(**values).on_conflict_do_nothing()).rowcount == 1
+    statement = statement.values(**values).on_conflict_do_nothing()
+    return tx.execute(statement.returning(literal(1))).first() is not None  # psycopg counts no rows of an INSERT
 
 
 def _page(tx: Connection, query: Select[Any], table: Table, after: Key | None, limit: int) -> list[Row]:

@@ -56,6 +56,7 @@ struct mok_context {
   const pid_t process;       // threads do not survive a fork
   const std::string info;    // JSON of mok_context_info()
   std::mutex busy;           // one call at a time
+  mok::Memory packed;        // operands that all threads of a product read
 };
 
 namespace mok {

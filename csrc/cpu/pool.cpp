@@ -82,20 +82,30 @@ int32_t usable_cores() noexcept {
   return std::max(cores, 1);
 }
 
-Pool::Pool(int32_t threads) : scratch_(static_cast<size_t>(threads), Scratch{nullptr, 0, 0}) {
-  workers_.reserve(scratch_.size() - 1);
+Memory::~Memory() { std::free(data_); }
+
+bool Memory::reserve(size_t bytes) noexcept {
+  bytes = scratch_bytes(bytes);
+  if (size_ >= bytes) return true;
+  void *const grown = std::aligned_alloc(64, bytes);
+  if (grown == nullptr) return false;
+  std::free(data_);
+  data_ = static_cast<unsigned char *>(grown);
+  size_ = bytes;
+  return true;
+}
+
+Pool::Pool(int32_t threads) : memory_(static_cast<size_t>(threads)) {
+  workers_.reserve(memory_.size() - 1);
   try {
-    for (size_t index = 1; index < scratch_.size(); ++index) workers_.emplace_back([this, index] { work(index); });
+    for (size_t index = 1; index < memory_.size(); ++index) workers_.emplace_back([this, index] { work(index); });
   } catch (...) {
     stop();
     throw;
   }
 }
 
-Pool::~Pool() {
-  stop();
-  for (Scratch &scratch : scratch_) std::free(scratch.data);
-}
+Pool::~Pool() { stop(); }
 
 void Pool::stop() noexcept {
   stop_.store(true, std::memory_order_relaxed);
@@ -106,13 +116,8 @@ void Pool::stop() noexcept {
 }
 
 bool Pool::reserve(size_t bytes) noexcept {
-  bytes = scratch_bytes(bytes);
-  for (Scratch &scratch : scratch_) {
-    if (scratch.size >= bytes) continue;
-    void *grown = std::aligned_alloc(64, bytes);
-    if (grown == nullptr) return false;
-    std::free(scratch.data);
-    scratch = Scratch{static_cast<unsigned char *>(grown), bytes, 0};
+  for (Memory &memory : memory_) {
+    if (!memory.reserve(bytes)) return false;
   }
   return true;
 }
@@ -121,8 +126,8 @@ void Pool::take_tasks(size_t index) noexcept {
   for (;;) {
     const int64_t task = next_.fetch_add(1, std::memory_order_relaxed);
     if (task >= tasks_) return;
-    scratch_[index].used = 0;
-    task_(body_, task, &scratch_[index]);
+    Scratch scratch = {memory_[index].data(), memory_[index].size(), 0};
+    task_(body_, task, &scratch);
   }
 }
 

@@ -15,6 +15,23 @@ namespace mok {
 // Cores that this process may use: the smaller of its affinity mask and its cgroup's quota (rounded up), at least 1.
 int32_t usable_cores() noexcept;
 
+// Memory that only grows, aligned to 64; what it held is lost when it grows.
+class Memory {
+ public:
+  Memory() = default;
+  ~Memory();
+  Memory(const Memory &) = delete;
+  Memory &operator=(const Memory &) = delete;
+
+  bool reserve(size_t bytes) noexcept;  // false: out of memory, and nothing changed
+  unsigned char *data() const noexcept { return data_; }
+  size_t size() const noexcept { return size_; }
+
+ private:
+  unsigned char *data_ = nullptr;
+  size_t size_ = 0;
+};
+
 class Pool {
  public:
   using Task = void (*)(const void *body, int64_t task, Scratch *scratch);
@@ -24,7 +41,7 @@ class Pool {
   Pool(const Pool &) = delete;
   Pool &operator=(const Pool &) = delete;
 
-  int32_t threads() const noexcept { return static_cast<int32_t>(scratch_.size()); }
+  int32_t threads() const noexcept { return static_cast<int32_t>(memory_.size()); }
 
   // Gives every thread at least `bytes` of scratch memory. False: out of memory, and nothing changed.
   bool reserve(size_t bytes) noexcept;
@@ -47,7 +64,7 @@ class Pool {
   Task task_ = nullptr;
   const void *body_ = nullptr;
   std::atomic<bool> stop_{false};
-  std::vector<Scratch> scratch_;
+  std::vector<Memory> memory_;  // of each thread
   std::vector<std::thread> workers_;
 };
 

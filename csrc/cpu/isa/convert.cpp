@@ -1,16 +1,16 @@
 #include "cpu/isa/convert.h"
 
-#include "cpu/isa/bf16.h"
+#include "common/bf16.h"
 
 namespace MOK_ISA_NS {
 namespace {
 
 void add(int64_t count, const float *a, const float *b, float *out) {
-  for (int64_t i = 0; i < count; ++i) out[i] = canonical_nan(a[i] + b[i]);
+  for (int64_t i = 0; i < count; ++i) out[i] = mok::f32::canonical(a[i] + b[i]);
 }
 
 void to_bf16(int64_t count, const float *in, uint16_t *out) {
-  for (int64_t i = 0; i < count; ++i) out[i] = float_to_bf16(in[i]);
+  for (int64_t i = 0; i < count; ++i) out[i] = mok::to_bf16(in[i]);
 }
 
 }  // namespace

@@ -17,7 +17,11 @@
 #if defined(__x86_64__)
 #define MOK_X86 1
 #if defined(MOK_ISA_LEVEL) && MOK_ISA_LEVEL >= 2
+#pragma GCC diagnostic push  // g++ 12 takes its own headers' undefined vectors for mistakes
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 #endif
 #else
 #define MOK_X86 0

@@ -1,0 +1,132 @@
+// Precision fp32: each element acc = fma(a[k], b[k], acc), k ascending; vectors run over columns, never over k.
+//
+// Packed B: a panel of kFp32Columns columns (half as many if no more are left), depth by depth. Packed A: for each block of
+// kFp32Depth depths, groups of rows, depth by depth.
+#pragma once
+
+#include "cpu/isa/product_operand.h"
+
+namespace MOK_ISA_NS {
+namespace {
+
+#if MOK_ISA_LEVEL >= 3
+typedef __m512 Floats;
+constexpr int kLanes = 16, kFp32Rows = 12;
+Floats load_floats(const float *from) { return _mm512_loadu_ps(from); }
+void store_floats(float *to, Floats x) { _mm512_storeu_ps(to, x); }
+Floats all_lanes(const float *from) { return _mm512_set1_ps(*from); }
+Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+#elif MOK_ISA_LEVEL >= 2
+typedef __m256 Floats;
+constexpr int kLanes = 8, kFp32Rows = 6;
+Floats load_floats(const float *from) { return _mm256_loadu_ps(from); }
+void store_floats(float *to, Floats x) { _mm256_storeu_ps(to, x); }
+Floats all_lanes(const float *from) { return _mm256_broadcast_ss(from); }
+Floats multiply_add(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+#else
+struct Floats {
+  float lane[4];
+};
+constexpr int kLanes = 4, kFp32Rows = 6;
+Floats load_floats(const float *from) { return {{from[0], from[1], from[2], from[3]}}; }
+void store_floats(float *to, Floats x) { memcpy(to, x.lane, sizeof x.lane); }
+Floats all_lanes(const float *from) { return {{*from, *from, *from, *from}}; }
+Floats multiply_add(Floats a, Floats b, Floats c) {
+  for (int i = 0; i < 4; ++i) c.lane[i] = mok::f32::fma(a.lane[i], b.lane[i], c.lane[i]);
+  return c;
+}
+#endif
+
+constexpr int kFp32Columns = 2 * kLanes;
+constexpr int64_t kFp32Depth = 256;  // a block of a panel (32 KiB with AVX-512) stays in the first cache
+
+// c[ROWS][VECTORS * kLanes] goes on over `depth` depths; rows of c are kFp32Columns floats apart.
+template <int ROWS, int VECTORS>
+void fp32_kernel(int64_t depth, const float *a, const float *b, float *c) {
+  Floats acc[ROWS][VECTORS];
+#pragma GCC unroll 16
+  for (int i = 0; i < ROWS; ++i) {
+#pragma GCC unroll 2
+    for (int v = 0; v < VECTORS; ++v) acc[i][v] = load_floats(c + i * kFp32Columns + v * kLanes);
+  }
+  for (int64_t p = 0; p < depth; ++p) {
+    Floats y[VECTORS];
+#pragma GCC unroll 2
+    for (int v = 0; v < VECTORS; ++v) y[v] = load_floats(b + v * kLanes);
+#pragma GCC unroll 16
+    for (int i = 0; i < ROWS; ++i) {
+      const Floats x = all_lanes(a + i);
+#pragma GCC unroll 2
+      for (int v = 0; v < VECTORS; ++v) acc[i][v] = multiply_add(x, y[v], acc[i][v]);
+    }
+    a += ROWS;
+    b += VECTORS * kLanes;
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < ROWS; ++i) {
+#pragma GCC unroll 2
+    for (int v = 0; v < VECTORS; ++v) store_floats(c + i * kFp32Columns + v * kLanes, acc[i][v]);
+  }
+}
+
+typedef void (*Fp32Kernel)(int64_t depth, const float *a, const float *b, float *c);
+
+constexpr Fp32Kernel kFp32Kernels[][2] = {
+    {fp32_kernel<1, 1>, fp32_kernel<1, 2>},   {fp32_kernel<2, 1>, fp32_kernel<2, 2>},   {fp32_kernel<3, 1>, fp32_kernel<3, 2>},
+    {fp32_kernel<4, 1>, fp32_kernel<4, 2>},   {fp32_kernel<5, 1>, fp32_kernel<5, 2>},   {fp32_kernel<6, 1>, fp32_kernel<6, 2>},
+#if MOK_ISA_LEVEL >= 3
+    {fp32_kernel<7, 1>, fp32_kernel<7, 2>},   {fp32_kernel<8, 1>, fp32_kernel<8, 2>},   {fp32_kernel<9, 1>, fp32_kernel<9, 2>},
+    {fp32_kernel<10, 1>, fp32_kernel<10, 2>}, {fp32_kernel<11, 1>, fp32_kernel<11, 2>}, {fp32_kernel<12, 1>, fp32_kernel<12, 2>},
+#endif
+};
+static_assert(sizeof kFp32Kernels / sizeof kFp32Kernels[0] == kFp32Rows);
+
+int fp32_vectors(int64_t columns) { return columns <= kLanes ? 1 : 2; }
+
+// `outers` rows or columns from `outer`, depth by depth, `width` >= outers floats apart; the rest of the width is +0.
+// Writes whole rows of 16: up to 15 floats behind the end are lost, and rows must be packed in order.
+void fp32_pack(const mok::ProductOperand *operand, int64_t outer, int64_t outers, int64_t width, int64_t depth, int64_t depths, float *to) {
+  Tile tile;
+  for (int64_t p = 0; p < depths; p += kTile) {
+    const int p_count = static_cast<int>(least(kTile, depths - p));
+    for (int64_t i = 0; i < width; i += kTile) {
+      const int i_count = static_cast<int>(most(0, least(kTile, outers - i)));
+      load_tile(operand, MOK_FP32, outer + i, i_count, depth + p, p_count, &tile);
+      for (int q = 0; q < p_count; ++q) memcpy(to + (p + q) * width + i, tile.at[q], sizeof tile.at[q]);
+    }
+  }
+}
+
+// Groups of rows as equal as they can be: group g of `groups` begins here.
+int64_t fp32_group(int64_t m, int64_t groups, int64_t g) { return g * (m / groups) + least(g, m % groups); }
+
+// Packed rows of A for depths [depth, depth + depths), in blocks of `block` depths.
+void fp32_pack_rows(const mok::ProductOperand *a, int64_t first_row, int64_t m, int64_t depth, int64_t depths, int64_t block, float *to) {
+  const int64_t groups = blocks_of(m, kFp32Rows);
+  for (int64_t p = 0; p < depths; p += block) {
+    const int64_t p_count = least(block, depths - p);
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t row = fp32_group(m, groups, g), rows = fp32_group(m, groups, g + 1) - row;
+      fp32_pack(a, first_row + row, rows, rows, depth + p, p_count, to);
+      to += rows * p_count;
+    }
+  }
+}
+
+// c[m][kFp32Columns] goes on over `depths` depths of a panel of `columns` columns.
+void fp32_multiply(int64_t m, int64_t columns, int64_t depths, int64_t block, const float *a, const float *b, float *c) {
+  const int64_t groups = blocks_of(m, kFp32Rows);
+  const int vectors = fp32_vectors(columns);
+  for (int64_t p = 0; p < depths; p += block) {
+    const int64_t p_count = least(block, depths - p);
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t row = fp32_group(m, groups, g), rows = fp32_group(m, groups, g + 1) - row;
+      kFp32Kernels[rows - 1][vectors - 1](p_count, a, b, c + row * kFp32Columns);
+      a += rows * p_count;
+    }
+    b += p_count * vectors * kLanes;
+  }
+}
+
+}  // namespace
+}  // namespace MOK_ISA_NS

@@ -121,11 +121,12 @@ class Attempt:
 
     def _reply(self, seen: Seen, max_records: int) -> Reply:
         records = tuple(r for r in self._records if r.step > seen.step)[:max_records]
-        lines = tuple(line for line in self._lines if line.sequence >= seen.lines)[:LINES_A_REPLY_MAX]
+        told = self._lines if self._started is not None else []  # before it started there is no place to store them
+        lines = tuple(line for line in told if line.sequence >= seen.lines)[:LINES_A_REPLY_MAX]
         on_file = max(seen.step, -1 if self._payload.last_step is None else self._payload.last_step)
         reached = max(records[-1].step, on_file) if records else on_file
         checkpoints = tuple(c for step, c in sorted(self._checkpoints.items()) if seen.checkpoint < step <= reached)
-        all_of_it = len(records) == len(self._records) and len(lines) == len(self._lines)
+        all_of_it = len(records) == len(self._records) and len(lines) == len(told)
         ended = self._status if all_of_it else "running"
         return Reply(
             None if seen.started else self._started, records, lines, checkpoints, ended,

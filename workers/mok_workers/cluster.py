@@ -6,6 +6,7 @@ import hashlib
 import os
 import secrets
 import shutil
+import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -107,9 +108,8 @@ class RayCluster:
             import ray
 
             ray.init(
-                address="local", _temp_dir=str(self._temp / "r"), _node_ip_address="127.0.0.1", include_dashboard=False,
-                log_to_driver=False, configure_logging=False, num_cpus=usable_cores(), num_gpus=len(gpus()),
-                object_store_memory=OBJECT_STORE_BYTES,
+                address="local", _temp_dir=str(self._temp / "r"), include_dashboard=False, log_to_driver=False,
+                configure_logging=False, num_cpus=usable_cores(), num_gpus=len(gpus()), object_store_memory=OBJECT_STORE_BYTES,
             )
         os.environ.update(own)
 
@@ -160,6 +160,7 @@ class RayHandle:
         self._group, self._actor, self._limits = group, actor, limits
         self._call: Any = None
         self._process: psutil.Process | None = None  # of the actor, when it is on this machine
+        self._memory_kills = memory_kills()
         self._ended = self._dead = False
 
     def ask(self, seen: Seen, lease_seconds: float) -> None:
@@ -179,8 +180,11 @@ class RayHandle:
             return Lost("failed", f"the worker failed to answer: {error.cause}")
         except RayError as error:
             self._dead = True
-            memory = isinstance(error, OutOfMemoryError) or "memory" in str(error).lower()
+            memory = isinstance(error, OutOfMemoryError) or "NODE_OUT_OF_MEMORY" in str(error)
+            if self._process is not None and memory_kills() > self._memory_kills:
+                memory = True  # the kernel killed something for memory since this worker was last heard of
             return Lost("out_of_memory" if memory else "worker_lost", _sentence(error))
+        self._memory_kills = memory_kills()
         if reply.started is not None:
             self._process = _local_process(reply.started.placement)
         return reply
@@ -219,14 +223,22 @@ class RayHandle:
 
 def _sentence(error: Exception) -> str:
     """Ray's message on one line, without what is of no use to anyone."""
-    lines = (line.strip() for line in str(error).splitlines())
+    lines = (line.strip() for line in str(error).partition(" Some common causes")[0].splitlines())
     kept = [line for line in lines if line and not line.startswith(("class_name:", "actor_id:", "namespace:", "name:"))]
     return " ".join(kept)[:1000]
 
 
-def _local_process(placement: Mapping[str, Any]) -> psutil.Process | None:
-    import socket
+def memory_kills() -> int:
+    """How many processes the kernel of this machine has killed for memory since it started."""
+    with suppress(OSError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name == "oom_kill":
+                return int(value)
+    return 0
 
+
+def _local_process(placement: Mapping[str, Any]) -> psutil.Process | None:
     if placement.get("host") != socket.gethostname():
         return None
     with suppress(psutil.Error):
@@ -236,7 +248,7 @@ def _local_process(placement: Mapping[str, Any]) -> psutil.Process | None:
 
 def _runs(process: psutil.Process) -> bool:
     with suppress(psutil.Error):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False
 
 

@@ -170,15 +170,17 @@ class Scheduler:
     # ---- what users and deadlines want -----------------------------------------------------------------------------------
 
     def _obey(self, active: Active, now: datetime) -> None:
-        run = runs.get_run(self._db, active.run.id, active.run.tenant)
-        if run.desired_state == "run" and run.status != "stopping":
-            return
-        wanted = runs.renew(self._db, active.lease, now)
-        active.renewed_at = now
-        if wanted == "cancel":
-            self._end(active, stopped_for(run.stop_reason or "user_cancelled", run.message), now)
-        elif wanted == "pause":
+        active.run = run = runs.get_run(self._db, active.run.id, active.run.tenant)
+        if run.status == "stopping":
+            assert run.stop_reason is not None
+            self._stop(active, run.stop_reason, run.message, now)
+
+    def _stop(self, active: Active, reason: StopReason, message: str | None, now: datetime) -> None:
+        """Only a pause needs what is being computed; for all else the worker is ended at once."""
+        if reason == "user_paused":
             self._pause(active, now)
+        else:
+            self._end(active, stopped_for(reason, message), now)
 
     def _pause(self, active: Active, now: datetime) -> None:
         """Stop after the step being computed, with a checkpoint; a worker that hasn't begun is ended at once."""
@@ -210,18 +212,15 @@ class Scheduler:
 
     def _apply(self, active: Active, reply: Reply, now: datetime) -> None:
         result = AppendResult(None)
-        if reply.started is not None:
+        if reply.started is not None and active.run.status != "running":  # else it is on file, and only the answer was lost
             told = reply.started
             result = runs.mark_running(self._db, active.lease, now, told.environment, told.placement, told.manifest)
         if result.stop is None and (reply.records or reply.lines or reply.checkpoints):
             lines = [log_line(line) for line in reply.lines]
             result = runs.append(self._db, active.lease, reply.records, lines, reply.checkpoints, now)
         active.seen = reply.after(active.seen)
-        if result.stop == "user_paused":
-            self._pause(active, now)
-        elif result.stop is not None:
-            self._end(active, stopped_for(result.stop, result.message), now)
-            return
+        if result.stop is not None:
+            self._stop(active, result.stop, result.message, now)
         if active.ending is None and reply.status != "running":
             self._end(active, ending_of(reply), now)
 
@@ -246,7 +245,8 @@ class Scheduler:
             case Finish(outcome):
                 run = runs.finish(self._db, active.lease, outcome, now)
             case Release(end, message):
-                run = runs.release(self._db, active.lease, end, message, now, self._retry_at(active.run, now))
+                retry_at = now if end == "service_restarted" else self._retry_at(active.run, now)
+                run = runs.release(self._db, active.lease, end, message, now, retry_at)
             case _:
                 return
         log.info("%s: %s after step %s", active.name, run.status, run.step)

@@ -1,0 +1,426 @@
+"""The scheduler with a real database: every run ends right, whatever dies, and devices are never held for nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+from sqlalchemy.exc import OperationalError
+
+from mok_service import runs
+from mok_workers import scheduler as module
+from mok_workers.attempt import Control
+from mok_workers.cluster import InProcessHandle
+from mok_workers.messages import Payload
+from mok_workers.placement import NodeSize
+from tests.workers.fakes import FakeTraining, Opens, chain, job_document
+from tests.workers.world import World
+
+MakeWorld = Callable[..., World]
+
+
+def test_a_run_goes_from_queued_to_succeeded(world: World) -> None:
+    run_id = world.submit()
+    world.ended(run_id)
+    world.assert_whole(run_id)
+    assert world.ends(run_id) == ["finished"]
+    attempt = runs.attempts(world.db, run_id)[0]
+    assert attempt.environment is not None and attempt.environment["code"] == {"version": "0"}
+    assert attempt.placement is not None and attempt.placement["rank"] == 0
+    assert [c.info.step for c in runs.checkpoints(world.db, run_id)] == [2, 4, 6]
+    assert any("opened" in stored.line.message for stored in runs.logs(world.db, run_id))
+    assert world.scheduler.idle
+
+
+def test_nodes_are_kept_fresh(world: World) -> None:
+    world.tick()
+    first = runs.nodes(world.db)
+    assert [(node.name, dict(node.capacity), node.labels["cpus"]) for node in first] == [("here", {"cpu": 1, "cuda": 0}, "2")]
+    world.now += timedelta(seconds=world.settings.heartbeat_seconds)
+    world.tick()
+    assert runs.nodes(world.db)[0].heartbeat_at > first[0].heartbeat_at  # type: ignore[operator]
+
+
+# ---- Workers die -----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("step", [0, 1, 2, 5, 6])
+def test_a_killed_worker_costs_an_attempt_and_no_bit(make_world: MakeWorld, step: int) -> None:
+    opens = Opens({step: "wait"}, gate=True)
+    world = make_world(opens=opens)
+    run_id = world.submit()
+    world.until(lambda: bool(world.cluster.handles))
+    world.stored(run_id, step - 1)
+    world.handle(run_id).kill()
+    assert opens.go is not None
+    opens.go.set()
+    world.ended(run_id)
+    world.assert_whole(run_id)
+    assert world.ends(run_id) == ["worker_lost", "finished"]
+    resumed = [stored.line.message for stored in runs.logs(world.db, run_id) if "resumed" in stored.line.message]
+    base = max(step - 1, 0) // 2 * 2
+    assert resumed == ([f"resumed from the checkpoint after step {base}"] if base else [])
+
+
+def test_the_next_attempt_waits_longer_each_time_and_then_there_is_none(world: World) -> None:
+    run_id = world.submit(max_attempts=3)
+    for wait in (1.0, 2.0):
+        world.until(lambda: bool(world.cluster.handles))
+        world.handle(run_id).kill()
+        world.until(lambda: world.run(run_id).status == "queued")
+        retry_at = world.run(run_id).retry_at
+        assert retry_at is not None
+        assert timedelta(seconds=wait) - 2 * timedelta(milliseconds=20) <= retry_at - world.now <= timedelta(seconds=wait)
+        world.now = retry_at - timedelta(milliseconds=1)
+        world.scheduler.tick(world.now)
+        assert world.run(run_id).status == "queued"
+        world.now = retry_at
+    world.until(lambda: bool(world.cluster.handles))
+    world.handle(run_id).kill()
+    run = world.ended(run_id)
+    assert (run.status, run.stop_reason) == ("failed", "attempts_exhausted")
+    assert world.ends(run_id) == ["worker_lost"] * 3 and "killed" in (run.message or "")
+
+
+@pytest.mark.parametrize(("fault", "status", "reason", "ends"), [
+    ("nan", "failed", "non_finite", ["failed"]),
+    ("memory", "failed", "out_of_memory", ["out_of_memory"]),
+    ("crash", "succeeded", "finished", ["failed", "finished"]),
+])
+def test_failures_are_tried_again_only_where_that_helps(
+    make_world: MakeWorld, fault: str, status: str, reason: str, ends: list[str]
+) -> None:
+    world = make_world(opens=Opens({3: fault}))
+    run = world.ended(run_id := world.submit())
+    assert (run.status, run.stop_reason, world.ends(run_id)) == (status, reason, ends)
+    assert run.status == "succeeded" or run.step == 2
+
+
+def test_a_failure_before_the_first_record_is_told(make_world: MakeWorld) -> None:
+    def opens(payload: Payload, control: Control) -> FakeTraining:
+        control.log("looking for the data")
+        raise module.Conflict("the disk is upside down")
+
+    world = make_world(opens=opens)
+    run = world.ended(world.submit(max_attempts=1))
+    assert run.status == "failed" and "the disk is upside down" in (run.message or "")
+
+
+def test_a_worker_that_never_comes_up_is_replaced(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_id = world.submit()
+    with monkeypatch.context() as patch:
+        patch.setattr(InProcessHandle, "poll", lambda self: None)
+        world.until(lambda: bool(world.cluster.handles))
+        world.wait(world.settings.start_seconds_max + 10)
+        assert world.ends(run_id)[0] == "worker_lost"
+    world.ended(run_id)
+    world.assert_whole(run_id)
+    assert world.ends(run_id)[-1] == "finished"
+
+
+def test_another_result_for_a_stored_step_ends_the_run(make_world: MakeWorld) -> None:
+    opens = Opens({5: "wait"}, gate=True)
+    world = make_world(opens=opens)
+    run_id = world.submit(checkpoint_interval=0)
+    world.stored(run_id, 4)
+    world.handle(run_id).kill()
+    opens.flip = 3
+    assert opens.go is not None
+    opens.go.set()
+    run = world.ended(run_id)
+    assert (run.status, run.stop_reason) == ("failed", "nondeterministic") and "step 3" in (run.message or "")
+    assert world.records(run_id) == list(chain(job_document()))[:5], "nothing stored is overwritten"
+
+
+# ---- Schedulers die --------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("step", [0, 3, 6])
+def test_a_killed_scheduler_is_followed_by_one_that_goes_on_at_once(make_world: MakeWorld, step: int) -> None:
+    opens = Opens({step: "wait"}, gate=True)
+    world = make_world(opens=opens)
+    run_id = world.submit()
+    world.until(lambda: world.run(run_id).status in ("starting", "running"))
+    world.stored(run_id, step - 1)
+    dead = world.scheduler
+    world.boot()
+    assert world.run(run_id).status == "queued", "no lease had to expire"
+    assert opens.go is not None
+    opens.go.set()
+    world.ended(run_id)
+    world.assert_whole(run_id)
+    assert world.ends(run_id) == ["service_restarted", "finished"]
+    before = world.run(run_id), runs.events(world.db, run_id)
+    while not dead.idle:  # were it only slow, and not dead: it finds its lease gone, and leaves
+        dead.tick(world.now)
+    assert (world.run(run_id), runs.events(world.db, run_id)) == before
+
+
+def test_another_schedulers_lease_must_expire_first(make_world: MakeWorld) -> None:
+    world = make_world(opens=Opens({3: "wait"}, gate=True))
+    run_id = world.submit()
+    world.stored(run_id, 2)
+    first = world.scheduler
+    world.boot("other")
+    world.tick()
+    assert world.run(run_id).status == "running" and not world.cluster.handles
+    world.now += timedelta(seconds=world.settings.lease_seconds + 1)
+    assert isinstance(world.opens, Opens) and world.opens.go is not None
+    world.opens.go.set()
+    world.ended(run_id)
+    world.assert_whole(run_id)
+    assert world.ends(run_id) == ["lease_expired", "finished"]
+    while not first.idle:
+        first.tick(world.now)
+    assert not world.clusters[0].handles
+
+
+def test_closing_gives_the_run_back_and_nothing_is_lost(world: World) -> None:
+    run_id = world.submit(steps=40)
+    world.stored(run_id, 3)
+    world.scheduler.close(lambda: world.now)
+    run = world.run(run_id)
+    assert run.status == "queued" and world.ends(run_id) == ["service_restarted"] and not world.cluster.handles
+    world.boot()
+    world.ended(run_id)
+    world.assert_whole(run_id, 40)
+
+
+def test_what_holds_devices_and_is_in_no_ones_book_is_ended(world: World) -> None:
+    run_id = world.submit()
+    world.stored(run_id, 0)
+    payload = replace(world.cluster.placed[0], name="run_0-1")
+    world.cluster.place(payload)
+    world.now += timedelta(seconds=world.settings.heartbeat_seconds)
+    world.tick()
+    assert world.cluster.handles["run_0-1"].lost is not None
+    assert all(handle.lost is None for name, handle in world.cluster.handles.items() if name != "run_0-1")
+
+
+# ---- What users want -------------------------------------------------------------------------------------------------
+
+def test_cancelled_between_claim_and_start_no_worker_ever_exists(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_id = world.submit()
+    mark_starting = runs.mark_starting
+
+    def cancelled_just_before(*arguments: object) -> None:
+        runs.cancel(world.db, run_id)
+        mark_starting(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(runs, "mark_starting", cancelled_just_before)
+    run = world.ended(run_id)
+    assert run.status == "cancelled" and world.cluster.placed == [] and world.scheduler.idle
+
+
+@pytest.mark.parametrize("step", [-1, 0, 2, 3])
+def test_cancelled_only_once_the_devices_are_free(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    world = make_world(opens=Opens({step + 1: "wait"}, gate=True))
+    run_id = world.submit()
+    world.until(lambda: bool(world.cluster.handles))
+    if step >= 0:
+        world.until(lambda: world.run(run_id).step == step)
+    held = True
+    gone = InProcessHandle.gone
+    monkeypatch.setattr(InProcessHandle, "gone", lambda self: not held and gone(self))
+    runs.cancel(world.db, run_id)
+    for _ in range(5):
+        world.tick()
+        assert world.run(run_id).status == "stopping"
+    held = False
+    assert isinstance(world.opens, Opens) and world.opens.go is not None
+    world.opens.go.set()
+    assert world.ended(run_id).status == "cancelled" and not world.cluster.handles
+    assert world.ends(run_id) == ["stopped"]
+
+
+def test_a_worker_that_cannot_be_seen_to_end_holds_no_run_for_ever(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_id = world.submit(steps=1000)
+    world.stored(run_id, 0)
+    monkeypatch.setattr(InProcessHandle, "gone", lambda self: False)
+    runs.cancel(world.db, run_id)
+    world.wait(world.settings.stop_seconds_max)
+    assert world.run(run_id).status == "cancelled"
+
+
+@pytest.mark.parametrize("step", [1, 3, 4])
+def test_pausing_keeps_the_state_and_resuming_goes_on(make_world: MakeWorld, step: int) -> None:
+    opens = Opens({step: "wait"}, gate=True)
+    world = make_world(opens=opens)
+    run_id = world.submit(checkpoint_interval=4)
+    world.stored(run_id, step - 1)
+    runs.pause(world.db, run_id)
+    world.tick()
+    assert world.run(run_id).status == "stopping" and opens.go is not None
+    opens.go.set()
+    world.until(lambda: world.run(run_id).status == "paused")
+    assert world.run(run_id).step == step and not world.cluster.handles and world.scheduler.idle
+    assert [c.info.step for c in runs.checkpoints(world.db, run_id)] == [step]
+    for _ in range(5):
+        world.tick()
+    assert world.run(run_id).status == "paused" and not world.cluster.handles
+    runs.resume(world.db, run_id)
+    world.ended(run_id)
+    world.assert_whole(run_id)
+    assert world.cluster.placed[-1].last_step == step and world.ends(run_id) == ["stopped", "finished"]
+
+
+def test_a_worker_too_slow_to_pause_is_ended_by_the_deadline(make_world: MakeWorld) -> None:
+    opens = Opens({4: "wait"}, gate=True)
+    world = make_world(opens=opens)
+    run_id = world.submit()
+    world.stored(run_id, 3)
+    runs.pause(world.db, run_id)
+    for _ in range(5):
+        world.tick()
+    assert world.run(run_id).status == "stopping"
+    world.wait(world.settings.stop_seconds_max)
+    assert opens.go is not None
+    opens.go.set()
+    world.until(lambda: world.run(run_id).status == "paused")
+    runs.resume(world.db, run_id)
+    world.ended(run_id)
+    world.assert_whole(run_id)
+
+
+def test_a_run_deadline_ends_the_worker(make_world: MakeWorld) -> None:
+    opens = Opens({3: "wait"}, gate=True)
+    world = make_world(opens=opens)
+    run_id = world.submit(run_deadline_seconds=60)
+    world.stored(run_id, 2)
+    world.wait(60)
+    assert opens.go is not None
+    opens.go.set()
+    run = world.ended(run_id)
+    assert (run.status, run.stop_reason) == ("failed", "run_deadline") and not world.cluster.handles
+
+
+# ---- Devices ---------------------------------------------------------------------------------------------------------
+
+def test_never_more_runs_than_devices_and_none_is_left_over(world: World) -> None:
+    many = [world.submit(threads=1, seed=seed) for seed in range(6)] + [world.submit(threads=0)]
+    most = 0
+
+    def all_ended() -> bool:
+        nonlocal most
+        whole = [name for name in world.cluster.handles if name.startswith(many[-1])]
+        assert len(world.cluster.handles) <= (1 if whole else 2)
+        most = max(most, len(world.cluster.handles))
+        return all(world.run(run_id).ended for run_id in many)
+
+    world.until(all_ended)
+    assert most == 2 and {world.run(run_id).status for run_id in many} == {"succeeded"}
+
+
+def test_what_never_fits_waits_for_its_deadline_and_blocks_nobody(make_world: MakeWorld) -> None:
+    world = make_world(nodes=(NodeSize("here", 2, 0), NodeSize("gpus", 8, 2)))
+    too_large = world.submit(device="cuda", count=1, queue_deadline_seconds=60)
+    world.cluster._nodes = (NodeSize("here", 2, 0),)
+    small = world.submit()
+    assert world.ended(small).status == "succeeded" and world.run(too_large).status == "queued"
+    world.now += timedelta(seconds=60)
+    run = world.ended(too_large)
+    assert (run.status, run.stop_reason) == ("failed", "queue_deadline")
+
+
+# ---- Reproductions ---------------------------------------------------------------------------------------------------
+
+def test_a_reproduction_is_compared_as_it_goes(make_world: MakeWorld) -> None:
+    opens = Opens()
+    world = make_world(opens=opens)
+    world.ended(original := world.submit())
+    run = world.ended(again := world.rerun(original, threads=2))
+    world.assert_whole(again)
+    assert run.verdict == "REPRODUCED"
+    opens.flip = 3
+    run = world.ended(world.rerun(original))
+    assert (run.status, run.stop_reason, run.verdict, run.step) == ("failed", "diverged", "DIVERGED", 3)
+
+
+def test_other_data_end_a_reproduction(make_world: MakeWorld) -> None:
+    def opens(payload: Payload, control: Control) -> FakeTraining:
+        training = FakeTraining(payload, control)
+        if payload.manifest is not None:
+            assert payload.manifest == training.manifest
+            training.manifest = replace(payload.manifest, tokens=payload.manifest.tokens + 1)
+        return training
+
+    world = make_world(opens=opens)
+    world.ended(original := world.submit())
+    run = world.ended(world.rerun(original))
+    assert (run.status, run.stop_reason, run.verdict, run.step) == ("failed", "source_drift", "INCONCLUSIVE", None)
+
+
+# ---- Trouble ---------------------------------------------------------------------------------------------------------
+
+def test_one_attempts_trouble_is_not_anothers(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad, good = world.submit(threads=1, max_attempts=1), world.submit(threads=1, seed=8)
+    world.until(lambda: len(world.cluster.handles) == 2)
+    monkeypatch.setattr(world.handle(bad), "poll", lambda: 1 // 0)
+    world.ended(bad, good)
+    assert world.run(good).status == "succeeded"
+    assert world.run(bad).stop_reason == "attempts_exhausted" and "ZeroDivisionError" in (world.run(bad).message or "")
+
+
+def test_a_placement_that_fails_costs_an_attempt(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_id = world.submit()
+    with monkeypatch.context() as patch:
+        patch.setattr(world.cluster, "place", lambda payload: 1 // 0)
+        world.tick()
+    assert world.run(run_id).status == "queued"
+    world.ended(run_id)
+    world.assert_whole(run_id)
+    assert world.ends(run_id) == ["failed", "finished"]
+
+
+def test_a_database_that_goes_away_and_comes_back_loses_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_id = world.submit(steps=40)
+    append, choose, failed = runs.append, random.Random(1), 0
+
+    def flaky(*arguments: object) -> object:
+        if choose.random() < 0.3:
+            raise OperationalError("INSERT", {}, Exception("the server closed the connection"))
+        result = append(*arguments)  # type: ignore[arg-type]
+        if choose.random() < 0.3:
+            raise OperationalError("COMMIT", {}, Exception("the answer was lost"))
+        return result
+
+    monkeypatch.setattr(runs, "append", flaky)
+    while not world.run(run_id).ended:
+        try:
+            world.tick()
+        except OperationalError:
+            failed += 1
+    world.assert_whole(run_id, 40)
+    assert failed and world.ends(run_id) == ["finished"]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_dies_whenever_every_run_ends_with_the_same_bits(make_world: MakeWorld, seed: int) -> None:
+    choose = random.Random(seed)
+    world = make_world(opens=Opens({choose.randrange(12): "crash"}))
+    run_ids = [world.submit(steps=12, threads=1, checkpoint_interval=choose.randrange(5), max_attempts=100) for _ in range(3)]
+
+    def disturb() -> None:
+        match choose.randrange(12):
+            case 0:
+                world.boot()
+            case 1 if world.cluster.handles:
+                choose.choice(list(world.cluster.handles.values())).kill()
+            case 2 if not (run := world.run(choose.choice(run_ids))).ended and run.stop_reason is None:
+                runs.pause(world.db, run.id)
+            case 3:
+                world.scheduler.close(lambda: world.now)
+                world.boot()
+            case _:
+                world.now += timedelta(seconds=choose.choice([0.0, 0.3, 3.0]))
+
+    for _ in range(60):
+        disturb()
+        world.tick()
+    for run_id in run_ids:
+        if not world.run(run_id).ended:
+            runs.resume(world.db, run_id)
+    world.ended(*run_ids)
+    for run_id in run_ids:
+        world.assert_whole(run_id, 12)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 
 from mok_service.errors import Unrunnable
+from mok_service.kernels.native import NativeBackend
 from mok_service.spec import (
     PRESETS,
     CudaDevice,
@@ -19,6 +21,9 @@ from mok_service.spec import (
     parse_job,
     resolve,
 )
+from mok_service.training.data import open_corpus
+from mok_service.training.loop import Trainer
+from mok_service.training.parameters import lay_out
 from tests.spec.examples import small
 
 LAPTOP = Machine(cpu_count=2, memory_bytes=8 << 30)
@@ -47,11 +52,10 @@ def test_presets_have_the_published_sizes(preset: str, total: int, active: int) 
 @pytest.mark.parametrize("shared", [None, 48])
 @pytest.mark.parametrize("tied", [False, True])
 def test_parameters_are_those_of_the_model(preset: str, qk_norm: str, shared: int | None, tied: bool) -> None:
-    parameters = pytest.importorskip("mok_service.training.parameters")
     model = ModelSpec.model_validate(
         {"preset": preset, "qk_norm": qk_norm, "shared_expert_intermediate_size": shared, "tie_embeddings": tied}
     )
-    assert count_parameters(model).total == sum(tensor.count for tensor in parameters.lay_out(model).tensors)
+    assert count_parameters(model).total == sum(tensor.count for tensor in lay_out(model).tensors)
 
 
 def test_flops_are_three_forward_passes() -> None:
@@ -134,3 +138,32 @@ def test_every_reason_is_given() -> None:
 def test_a_machine_travels_as_json() -> None:
     assert Machine.model_validate_json(SERVER.model_dump_json()) == SERVER
     assert Machine.model_validate(SERVER.model_dump(mode="json")) == SERVER
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"training__batch": {"sequences": 8, "group_sequences": 2, "shards": 4}},
+        {
+            "training__precision": "bf16",
+            "training__model__shared_expert_intermediate_size": 40,
+            "execution": {"micro_batches": 1},
+        },
+    ],
+)
+def test_activations_are_those_that_the_model_keeps(changes: dict[str, Any]) -> None:
+    """Within 5 %: the estimate leaves out what is smaller than a row, such as the norms' reciprocals."""
+    shape = {
+        "preset": "tiny", "layers": 2, "hidden_size": 64, "expert_intermediate_size": 48, "aux_loss_coefficient": 0.1,
+    }  # fmt: skip
+    spec = resolve(
+        parse_job(small(training__model=shape, training__sequence_length=32, training__data__max_bytes=60_000, **changes))
+    )
+    corpus = open_corpus(spec.training.data, [], spec.training.model.vocabulary_size)
+    trainer = Trainer(spec, corpus, NativeBackend("cpu", threads=1))
+    assert [record.step for record in itertools.islice(trainer.records(), 2)] == [0, 1]
+    model = trainer.model
+    routings = [tensor for routing in model._routings.values() for tensor in vars(routing).values() if hasattr(tensor, "nbytes")]
+    kept = [*model._buffers.values(), *routings]
+    assert sum(tensor.nbytes for tensor in kept) == pytest.approx(estimate(spec).memory_bytes.activations, rel=0.05)

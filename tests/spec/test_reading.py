@@ -193,7 +193,7 @@ def test_bytes_must_be_utf8() -> None:
 def test_any_text_is_read_or_refused(text: str) -> None:
     for format in ("yaml", "json"):
         with pytest.raises(InvalidSpec) as caught:
-            load_job(text, format)  # type: ignore[arg-type]
+            load_job(text, format)
         caught.value.message.encode()
 
 

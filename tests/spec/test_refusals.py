@@ -310,7 +310,7 @@ def test_models_are_frozen_and_hashable() -> None:
     spec = parse_job(SMALL)
     assert hash(spec) == hash(parse_job(SMALL))
     with pytest.raises(ValueError, match="frozen"):
-        spec.training.optimizer.lr = 1.0  # type: ignore[misc]
+        spec.training.optimizer.lr = 1.0
 
 
 def test_defaults_are_within_their_limits() -> None:

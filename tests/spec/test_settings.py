@@ -58,7 +58,7 @@ def test_no_file_is_read(tmp_path: Path) -> None:
 
 def test_settings_are_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
-        load_settings().port = 3  # type: ignore[misc]
+        load_settings().port = 3
 
 
 @pytest.mark.parametrize(("variable", "value", "message"), [

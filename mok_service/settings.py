@@ -46,10 +46,6 @@ class Settings(BaseSettings):
     """Time between two rounds of the scheduler."""
     retry_seconds: float = Field(default=1.0, ge=0.0, le=3600.0)
     """Wait before a crashed run's second attempt; it doubles with each further one, up to ten minutes."""
-    advance_records_max: int = Field(default=100, ge=1, le=10_000)
-    """Step records that the scheduler takes from a worker at a time."""
-    advance_seconds_max: float = Field(default=1.0, ge=0.01, le=60.0)
-    """How long a worker collects step records before it answers."""
     start_seconds_max: float = Field(default=120.0, ge=1.0, le=3600.0)
     """How long a claimed run may take to start training."""
     stop_seconds_max: float = Field(default=60.0, ge=1.0, le=3600.0)

@@ -168,6 +168,15 @@ class RayHandle:
             self._call = self._actor.advance.remote(seen, *self._limits, lease_seconds)
 
     def poll(self) -> Reply | Lost | None:
+        answer = self._answer()
+        if isinstance(answer, Reply):
+            self._memory_kills = memory_kills()
+            if answer.started is not None:
+                self._process = _local_process(answer.started.placement)
+        return answer
+
+    def _answer(self) -> Any:
+        """What the open call returned, Lost when the actor is dead, None while there is nothing."""
         import ray
         from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
 
@@ -175,7 +184,7 @@ class RayHandle:
             return None
         call, self._call = self._call, None
         try:
-            reply: Reply = ray.get(call)
+            return ray.get(call)
         except RayTaskError as error:
             return Lost("failed", f"the worker failed to answer: {error.cause}")
         except RayError as error:
@@ -184,10 +193,6 @@ class RayHandle:
             if self._process is not None and memory_kills() > self._memory_kills:
                 memory = True  # the kernel killed something for memory since this worker was last heard of
             return Lost("out_of_memory" if memory else "worker_lost", _sentence(error))
-        self._memory_kills = memory_kills()
-        if reply.started is not None:
-            self._process = _local_process(reply.started.placement)
-        return reply
 
     def stop(self) -> None:
         self._actor.stop.remote(True)
@@ -196,26 +201,20 @@ class RayHandle:
         import ray
         from ray.util.placement_group import remove_placement_group
 
-        if self._ended:
-            return
-        self._ended = True
-        if self._call is None and not self._dead:
-            self._call = self._actor.stop.remote(False)  # fails once the actor is dead: that is how `gone` knows
-        ray.kill(self._actor, no_restart=True)
-        remove_placement_group(self._group)
+        if not self._ended:
+            self._ended = True
+            ray.kill(self._actor, no_restart=True)
+            remove_placement_group(self._group)
 
     def gone(self) -> bool:
         from ray.util.placement_group import placement_group_table
 
         assert self._ended, "end it first"
-        if not self._dead:
-            answer = self.poll()
-            if answer is None and self._call is not None:
-                return False
-            if not isinstance(answer, Lost):  # it was answered just before it died
+        if not self._dead:  # a call fails once the actor is dead, and not before
+            if self._call is None:
                 self._call = self._actor.stop.remote(False)
-                return False
-            self._dead = True
+            self._answer()
+            return False
         if self._process is not None and _runs(self._process):
             return False
         return str(placement_group_table(self._group)["state"]) == "REMOVED"

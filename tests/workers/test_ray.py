@@ -46,8 +46,9 @@ def free_cpus() -> float:
     return float(ray.available_resources().get("CPU", 0.0))  # type: ignore[no-untyped-call]
 
 
-def actor_pids(cluster: RayCluster) -> list[int]:
-    return [p.pid for p in psutil.Process().children(recursive=True) if p.name().startswith("ray::TrainActor")]
+def actors() -> list[psutil.Process]:
+    """The processes of our actors that run."""
+    return [p for p in psutil.Process().children(recursive=True) if p.name().startswith("ray::TrainActor") and cluster.runs(p)]
 
 
 def test_a_run_completes_and_no_secret_reaches_the_worker(
@@ -62,7 +63,7 @@ def test_a_run_completes_and_no_secret_reaches_the_worker(
     seen = set(attempt.environment["seen"])
     assert "RAY_AUTH_TOKEN" in seen and "PATH" in seen
     assert not {name for name in seen if "DATABASE" in name or "SECRET" in name or name.startswith(("PYTEST", "MOK_"))}
-    assert attempt.placement["pid"] != os.getpid() and not psutil.pid_exists(attempt.placement["pid"])
+    assert attempt.placement["pid"] != os.getpid() and not actors()
     assert ray_cluster.names() == set() and ray_cluster.nodes()[0].cpus == len(os.sched_getaffinity(0))
 
 
@@ -79,8 +80,8 @@ def test_a_killed_actor_costs_an_attempt_and_no_bit(make_ray_world: Callable[[Op
 def test_an_actor_killed_for_memory_fails_for_memory(
     make_ray_world: Callable[[Opens], World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = make_ray_world(Opens({2000: "kill"}))
-    run_id = world.submit(steps=2000)
+    world = make_ray_world(Opens({1100: "kill"}))
+    run_id = world.submit(steps=1100)  # more than may be unread: it was heard of before it is killed
     world.until(lambda: world.run(run_id).status == "running")
     counter = itertools.count(1)
     monkeypatch.setattr(cluster, "memory_kills", lambda: next(counter))  # as if the kernel had just killed another one
@@ -92,11 +93,10 @@ def test_a_cancelled_run_frees_its_devices_first(make_ray_world: Callable[[Opens
     world = make_ray_world(Opens())
     run_id = world.submit(steps=100_000)
     world.stored(run_id, 10)
-    pids = actor_pids(ray_cluster)
-    assert len(pids) == 1 and ray_cluster.names() == {f"{run_id}-1"}
+    assert len(actors()) == 1 and ray_cluster.names() == {f"{run_id}-1"}
     runs.cancel(world.db, run_id)
     run = world.ended(run_id)
-    assert run.status == "cancelled" and not psutil.pid_exists(pids[0]) and ray_cluster.names() == set()
+    assert run.status == "cancelled" and not actors() and ray_cluster.names() == set()
     until(lambda: free_cpus() == len(os.sched_getaffinity(0)))
 
 
@@ -107,7 +107,7 @@ def test_an_actor_that_nobody_asks_leaves_by_itself(ray_cluster: RayCluster, tmp
     until(lambda: handle.poll() is not None)
     handle.ask(Seen(), 0.5)
     until(lambda: handle.poll() is not None)
-    until(lambda: not actor_pids(ray_cluster))
+    until(lambda: not actors())
     handle.ask(Seen(), 30.0)
     answers: list[object] = []
     until(lambda: bool(answers.append(handle.poll()) or answers[-1]))

@@ -168,7 +168,7 @@ class RayHandle:
             self._call = self._actor.advance.remote(seen, *self._limits, lease_seconds)
 
     def poll(self) -> Reply | Lost | None:
-        answer = self._answer()
+        answer: Reply | Lost | None = self._answer()
         if isinstance(answer, Reply):
             self._memory_kills = memory_kills()
             if answer.started is not None:
@@ -215,7 +215,7 @@ class RayHandle:
                 self._call = self._actor.stop.remote(False)
             self._answer()
             return False
-        if self._process is not None and _runs(self._process):
+        if self._process is not None and runs(self._process):
             return False
         return str(placement_group_table(self._group)["state"]) == "REMOVED"
 
@@ -245,7 +245,7 @@ def _local_process(placement: Mapping[str, Any]) -> psutil.Process | None:
     return None
 
 
-def _runs(process: psutil.Process) -> bool:
+def runs(process: psutil.Process) -> bool:
     with suppress(psutil.Error):
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False

@@ -4,8 +4,9 @@
 #include <mutex>
 #include <vector>
 
-#include "cuda/build_info.h"
 #include "cuda/probe.h"
+#include "cuda/product.h"
+#include "cuda_build_info.inc"
 
 namespace mok::cuda {
 namespace {
@@ -65,6 +66,7 @@ mok_status create(const mok_context_options &options, mok_context **out) {
     MOK_FAIL(MOK_UNSUPPORTED, "no CUDA device: %s", error == cudaSuccess ? "the driver reports none" : cudaGetErrorString(error));
   }
   MOK_REQUIRE(options.device >= 0 && options.device < devices, "device is %d; allowed: 0 to %d", options.device, devices - 1);
+  MOK_REQUIRE(options.tile_limit >= 0 && options.tile_limit <= kTileKinds, "tile_limit is %d; allowed: 0 (off) to %d", options.tile_limit, kTileKinds);
   const DeviceGuard guard(options.device);
   MOK_CUDA(guard.error);
   cudaDeviceProp properties;
@@ -72,7 +74,7 @@ mok_status create(const mok_context_options &options, mok_context **out) {
   MOK_TRY(check_architecture(properties));
   PFN_cuTensorMapEncodeTiled_v12000 encode = nullptr;
   MOK_TRY(find_tensor_map_encoder(&encode));
-  mok_context context{options.device, properties.multiProcessorCount, static_cast<cudaStream_t>(options.stream), encode, ""};
+  mok_context context{options.device, properties.multiProcessorCount, options.tile_limit, static_cast<cudaStream_t>(options.stream), encode, ""};
   context.info = "{\"backend\": \"cuda\", \"device\": " + std::to_string(options.device) + ", \"name\": \"" +
                  json_escaped(properties.name) + "\", \"compute_capability\": \"" + std::to_string(properties.major) + "." +
                  std::to_string(properties.minor) + "\", \"multiprocessors\": " + std::to_string(properties.multiProcessorCount) + "}";

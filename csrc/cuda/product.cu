@@ -8,43 +8,40 @@ namespace {
 
 constexpr int64_t kExtentMax = (int64_t{1} << 31) - 1024;  // rows, columns and depth are int32 on the device
 
-// What each tile costs, in rows * columns of work a wave at the efficiency that was measured for large products (benchmarks/gpu_product.py).
+// The table of tiles. `percent` is the share of the best tile's rate that was measured for large products (benchmarks/gpu_product.py).
 // The choice may depend on anything: no tile changes a bit.
 struct TileRow {
-  TileKind kind;
-  int64_t m, n;
-  int64_t cluster;
-  int64_t percent;
+  int64_t m, n, cluster, percent;
+  LaunchProduct engine, rows;  // rows: threads load an operand; NULL: the tile has no such kernels
 };
-constexpr TileRow kTiles[] = {
-    {TileKind::k128x256Pair, 128, 256, 2, 100}, {TileKind::k128x256, 128, 256, 1, 96}, {TileKind::k128x128, 128, 128, 1, 80},
-    {TileKind::k64x256, 64, 256, 1, 70},        {TileKind::k64x128, 64, 128, 1, 55},
+constexpr TileRow kTiles[kTileKinds] = {
+    {128, 256, 2, 106, launch_128x256_pair, launch_128x256_pair_rows},
+    {128, 256, 1, 100, launch_128x256, launch_128x256_rows},
+    {128, 128, 1, 88, launch_128x128, nullptr},
+    {64, 256, 1, 88, launch_64x256, nullptr},
+    {64, 128, 1, 66, launch_64x128, launch_64x128_rows},
 };
+constexpr const TileRow &kSmallest = kTiles[kTileKinds - 1];
 
-LaunchProduct launcher(TileKind kind) {
-  switch (kind) {
-    case TileKind::k128x256Pair: return launch_128x256_pair;
-    case TileKind::k128x256: return launch_128x256;
-    case TileKind::k128x128: return launch_128x128;
-    case TileKind::k64x256: return launch_64x256;
-    case TileKind::k64x128: return launch_64x128;
-  }
-  return nullptr;
+int64_t tiles_of(const TileRow &tile, int64_t matrices, int64_t m, int64_t n) {
+  return matrices * divide_up(divide_up(m, tile.m), tile.cluster) * divide_up(n, tile.n);
 }
 
-// Output matrices of m x n, the tile with the least modelled time, and how many tiles (sets of `cluster`) there are.
-const TileRow &choose_tile(const mok_context &context, int64_t matrices, int64_t m, int64_t n, bool pairs, int64_t *tiles) {
+// The tile with the least modelled time for `matrices` outputs of m x n.
+const TileRow &choose_tile(const mok_context &context, int64_t matrices, int64_t m, int64_t n, bool rows) {
+  if (context.tile > 0) {
+    const TileRow &forced = kTiles[context.tile - 1];
+    return rows && forced.rows == nullptr ? kSmallest : forced;
+  }
   const TileRow *best = nullptr;
   int64_t best_cost = 0;
   for (const TileRow &row : kTiles) {
-    if (row.cluster > 1 && !pairs) continue;
-    const int64_t count = matrices * divide_up(divide_up(m, row.m), row.cluster) * divide_up(n, row.n);
-    const int64_t waves = divide_up(count, static_cast<int64_t>(context.multiprocessors) / row.cluster);
+    if (rows && row.rows == nullptr) continue;
+    const int64_t waves = divide_up<int64_t>(tiles_of(row, matrices, m, n), context.multiprocessors / row.cluster);
     const int64_t cost = waves * row.m * row.n * 1000 / row.percent;
     if (best == nullptr || cost < best_cost) {
       best = &row;
       best_cost = cost;
-      *tiles = count;
     }
   }
   return *best;
@@ -98,36 +95,34 @@ struct ProductCall {
 // rows of a copy box: stage_product.cuh, kCopyBoxRows
 int64_t copy_box_rows(bool mn, int64_t extent) { return mn ? 64 : std::min<int64_t>(extent, 128); }
 
+// How the stages are filled: TMA where it can read the operand. Gathered operands have kernels for the forms that mok.h gathers.
+Loading choose_loading(const ProductCall &call) {
+  const bool engine_a = call.shape.k > 0 && call.a_rows == nullptr && call.a.aligned();
+  const bool engine_b = call.shape.k > 0 && call.b_rows == nullptr && call.b.aligned();
+  if (engine_a && engine_b) return Loading::kEngine;
+  if (engine_b && call.shape.form != ProductForm::kDense) return Loading::kGatherA;
+  if (engine_a && call.shape.form == ProductForm::kByDepth) return Loading::kGatherB;
+  return Loading::kThreads;
+}
+
 mok_status run_bf16(const mok_context &context, const ProductCall &call) {
-  const bool empty = call.shape.k == 0;
-  const bool engine_a = !empty && call.a_rows == nullptr && call.a.aligned();
-  const bool engine_b = !empty && call.b_rows == nullptr && call.b.aligned();
+  const Loading loading = choose_loading(call);
+  const TileRow &tile = loading == Loading::kThreads
+                            ? kSmallest
+                            : choose_tile(context, call.matrices, call.rows_each, call.shape.n, loading != Loading::kEngine);
   ProductLaunch launch = {};
   launch.arguments = ProductArguments{call.shape, operand(call.a, call.a_rows), operand(call.b, call.b_rows), call.out};
-  if (engine_a && engine_b) {
-    const bool pairs = call.shape.form == ProductForm::kDense;
-    const TileRow &tile = choose_tile(context, call.matrices, call.rows_each, call.shape.n, pairs, &launch.tiles);
-    if (call.shape.form == ProductForm::kByRows) {
-      launch.tiles = (divide_up<int64_t>(call.shape.m, tile.m) + call.shape.groups) * divide_up<int64_t>(call.shape.n, tile.n);
-    }
+  launch.tiles = tiles_of(tile, call.matrices, call.rows_each, call.shape.n);
+  if (call.shape.form == ProductForm::kByRows) {  // the runs are known on the device only
+    launch.tiles = (divide_up<int64_t>(call.shape.m, tile.m * tile.cluster) + call.shape.groups) * divide_up<int64_t>(call.shape.n, tile.n);
+  }
+  if (loading == Loading::kEngine || loading == Loading::kGatherB) {
     MOK_TRY(encode_map(context, call.a, copy_box_rows(call.a_mn, tile.m), &launch.map_a));
+  }
+  if (loading == Loading::kEngine || loading == Loading::kGatherA) {
     MOK_TRY(encode_map(context, call.b, copy_box_rows(call.b_mn, tile.n), &launch.map_b));
-    return launcher(tile.kind)(context, launch, call.a_mn, call.b_mn);
   }
-  // Threads load A, or both: two tiles, large and small.
-  const bool gather = engine_b && call.shape.form == ProductForm::kByRows;
-  const bool large = call.rows_each > 64 && call.shape.n > 128 && (gather || call.shape.form == ProductForm::kByDepth);
-  const int64_t tile_m = large ? 128 : 64;
-  const int64_t tile_n = large ? 256 : 128;
-  launch.tiles = call.matrices * divide_up(call.rows_each, tile_m) * divide_up<int64_t>(call.shape.n, tile_n);
-  if (call.shape.form == ProductForm::kByRows) {
-    launch.tiles = (divide_up<int64_t>(call.shape.m, tile_m) + call.shape.groups) * divide_up<int64_t>(call.shape.n, tile_n);
-  }
-  if (gather) {
-    MOK_TRY(encode_map(context, call.b, copy_box_rows(call.b_mn, tile_n), &launch.map_b));
-    return (large ? launch_gather_128x256 : launch_gather_64x128)(context, launch, call.a_mn, call.b_mn);
-  }
-  return (large ? launch_threads_128x256 : launch_threads_64x128)(context, launch, call.a_mn, call.b_mn);
+  return (loading == Loading::kEngine ? tile.engine : tile.rows)(context, launch, loading, call.a_mn, call.b_mn);
 }
 
 bool aligned_fp32(const Matrices &matrices) {

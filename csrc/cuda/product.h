@@ -28,20 +28,20 @@ struct ProductLaunch {
   int64_t tiles;  // an upper bound: CTAs (clusters) beyond the tiles have nothing to do
 };
 
-// The tiles, one struct a tile in product_bf16_*.cu. The order is the table's (product.cu).
-enum class TileKind : int32_t { k128x256Pair, k128x256, k128x128, k64x256, k64x128 };
+// What fills the stages of a bf16 product: TMA both operands, the producer threads A, B or both.
+enum class Loading : int32_t { kEngine, kGatherA, kGatherB, kThreads };
 
-// One function a tile: launches the kernel for this majorness, or MOK_INTERNAL if the table has no such kernel.
-using LaunchProduct = mok_status (*)(const mok_context &, const ProductLaunch &, bool a_mn, bool b_mn);
-mok_status launch_128x256_pair(const mok_context &, const ProductLaunch &, bool a_mn, bool b_mn);
-mok_status launch_128x256(const mok_context &, const ProductLaunch &, bool a_mn, bool b_mn);
-mok_status launch_128x128(const mok_context &, const ProductLaunch &, bool a_mn, bool b_mn);
-mok_status launch_64x256(const mok_context &, const ProductLaunch &, bool a_mn, bool b_mn);
-mok_status launch_64x128(const mok_context &, const ProductLaunch &, bool a_mn, bool b_mn);
-mok_status launch_gather_128x256(const mok_context &, const ProductLaunch &, bool a_mn, bool b_mn);
-mok_status launch_gather_64x128(const mok_context &, const ProductLaunch &, bool a_mn, bool b_mn);
-mok_status launch_threads_128x256(const mok_context &, const ProductLaunch &, bool a_mn, bool b_mn);
-mok_status launch_threads_64x128(const mok_context &, const ProductLaunch &, bool a_mn, bool b_mn);
+// One function a tile and kind of loading (product_bf16_*.cu): launches the kernel for this majorness. MOK_INTERNAL if there is none.
+using LaunchProduct = mok_status (*)(const mok_context &, const ProductLaunch &, Loading, bool a_mn, bool b_mn);
+mok_status launch_128x256_pair(const mok_context &, const ProductLaunch &, Loading, bool a_mn, bool b_mn);
+mok_status launch_128x256(const mok_context &, const ProductLaunch &, Loading, bool a_mn, bool b_mn);
+mok_status launch_128x128(const mok_context &, const ProductLaunch &, Loading, bool a_mn, bool b_mn);
+mok_status launch_64x256(const mok_context &, const ProductLaunch &, Loading, bool a_mn, bool b_mn);
+mok_status launch_64x128(const mok_context &, const ProductLaunch &, Loading, bool a_mn, bool b_mn);
+mok_status launch_128x256_pair_rows(const mok_context &, const ProductLaunch &, Loading, bool a_mn, bool b_mn);
+mok_status launch_128x256_rows(const mok_context &, const ProductLaunch &, Loading, bool a_mn, bool b_mn);
+mok_status launch_64x128_rows(const mok_context &, const ProductLaunch &, Loading, bool a_mn, bool b_mn);
+constexpr int kTileKinds = 5;  // rows of the table of tiles in product.cu
 
 // fp32 operands: FFMA chains (product_fp32.cu). Operands' base pointers are float.
 struct ProductFp32 {

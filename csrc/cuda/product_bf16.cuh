@@ -8,16 +8,13 @@
 
 namespace mok::cuda {
 
-// What fills the stages with A and with B.
-enum class Loading { kEngine, kGatherA, kThreads };
-
 template <class Tile>
 constexpr int kProductSharedBytes = Tile::kAfterRing + 4 * (kGroupsMax + 1);
 
 template <class Tile, bool A_MN, bool B_MN, Loading LOADING>
 struct ProductLoaders {
-  static constexpr bool kEngineA = LOADING == Loading::kEngine;
-  static constexpr bool kEngineB = LOADING != Loading::kThreads;
+  static constexpr bool kEngineA = LOADING == Loading::kEngine || LOADING == Loading::kGatherB;
+  static constexpr bool kEngineB = LOADING == Loading::kEngine || LOADING == Loading::kGatherA;
   using EngineA = EngineLoader<A_MN, Tile::kM, Tile::kCluster, false>;
   using EngineB = EngineLoader<B_MN, Tile::kN, Tile::kCluster, true>;
   using A = std::conditional_t<kEngineA, EngineA, RowLoader<A_MN, Tile::kM>>;
@@ -27,7 +24,7 @@ struct ProductLoaders {
 template <bool MN, int EXTENT>
 __device__ __forceinline__ RowLoader<MN, EXTENT> row_loader(const ProductOperand &operand, int32_t group, int32_t first, int32_t end) {
   return RowLoader<MN, EXTENT>{operand.base + group * operand.group_elements, operand.pitch, operand.rows, first, end,
-                               operand.aligned != 0};
+                               operand.aligned != 0, {}};
 }
 
 template <class Tile, bool A_MN, bool B_MN, Loading LOADING>
@@ -39,7 +36,7 @@ __device__ __forceinline__ void product_producer(const StageRing<Tile> &ring,
   if (LOADING == Loading::kEngine && threadIdx.x != 0) {
     return;
   }
-  ProducerState<Tile> state;
+  RingPosition<Tile::kStages> at;
   for (int32_t tile = blockIdx.x / Tile::kCluster; tile < schedule.count(); tile += gridDim.x / Tile::kCluster) {
     const ProductWork work = schedule.at(tile, rank);
     // Grouped by rows, A is one matrix and B is a group's; by depth both are one matrix, cut along k.
@@ -56,12 +53,11 @@ __device__ __forceinline__ void product_producer(const StageRing<Tile> &ring,
     } else {
       load_b = row_loader<B_MN, Tile::kN>(arguments.b, b_group, work.column, arguments.shape.n);
     }
-    produce(ring, state, work.k, work.k_end, load_a, load_b);
+    produce(ring, at, work.k, work.k_end, load_a, load_b);
   }
-  produce_end(ring, state);
 }
 
-template <class Tile, bool A_MN, bool B_MN>
+template <class Tile, bool A_MN, bool B_MN, Loading LOADING>
 __device__ __forceinline__ void product_consumer(const StageRing<Tile> &ring,
                                                  const ProductSchedule<Tile::kM, Tile::kN, Tile::kCluster> &schedule,
                                                  const ProductArguments &arguments, int32_t rank) {
@@ -77,7 +73,7 @@ __device__ __forceinline__ void product_consumer(const StageRing<Tile> &ring,
     const int32_t column = work.column + column_in_tile;
     float acc[Tile::kAccumulators];
     load_accumulators(acc, arguments.out, work.group, row, work.row_end, column, arguments.shape.n);
-    consume<Tile, A_MN, B_MN>(ring, at, acc, work.k_end - work.k);
+    consume<Tile, A_MN, B_MN, LOADING != Loading::kEngine>(ring, at, acc, work.k_end - work.k);
     store_accumulators(acc, arguments.out, work.group, row, work.row_end, column, arguments.shape.n);
   }
 }
@@ -102,7 +98,7 @@ __global__ void __launch_bounds__(kProductThreads, 1)
     product_producer<Tile, A_MN, B_MN, LOADING>(ring, schedule, arguments, &map_a, &map_b, rank);
   } else {
     registers_grow<kConsumerRegisters<LOADING != Loading::kEngine>>();
-    product_consumer<Tile, A_MN, B_MN>(ring, schedule, arguments, rank);
+    product_consumer<Tile, A_MN, B_MN, LOADING>(ring, schedule, arguments, rank);
   }
   if constexpr (Tile::kCluster > 1) {
     cluster_sync();  // no CTA leaves while the other may still write to its shared memory or arrive at its barriers
@@ -128,6 +124,27 @@ mok_status launch_product(const mok_context &context, const ProductLaunch &launc
   config.numAttrs = 1;
   MOK_CUDA(cudaLaunchKernelEx(&config, kernel, launch.map_a, launch.map_b, launch.arguments));
   return MOK_OK;
+}
+
+// Both operands through TMA: every majorness.
+template <class Tile>
+mok_status launch_engine(const mok_context &context, const ProductLaunch &launch, bool a_mn, bool b_mn) {
+  constexpr Loading loading = Loading::kEngine;
+  if (a_mn) {
+    return (b_mn ? launch_product<Tile, true, true, loading> : launch_product<Tile, true, false, loading>)(context, launch);
+  }
+  return (b_mn ? launch_product<Tile, false, true, loading> : launch_product<Tile, false, false, loading>)(context, launch);
+}
+
+// Gathered rows: by rows A is K-major, by depth both are MN-major.
+template <class Tile>
+mok_status launch_gather(const mok_context &context, const ProductLaunch &launch, Loading loading, bool a_mn, bool b_mn) {
+  if (loading == Loading::kGatherA && !a_mn) {
+    return (b_mn ? launch_product<Tile, false, true, Loading::kGatherA> : launch_product<Tile, false, false, Loading::kGatherA>)(context, launch);
+  }
+  if (loading == Loading::kGatherA && b_mn) return launch_product<Tile, true, true, Loading::kGatherA>(context, launch);
+  if (loading == Loading::kGatherB && a_mn && b_mn) return launch_product<Tile, true, true, Loading::kGatherB>(context, launch);
+  MOK_FAIL(MOK_INTERNAL, "no kernel gathers rows for loading %d, majorness %d, %d", static_cast<int>(loading), a_mn, b_mn);
 }
 
 }  // namespace mok::cuda

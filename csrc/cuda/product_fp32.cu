@@ -233,7 +233,8 @@ mok_status launch_product_fp32(const mok_context &context, const ProductFp32 &pr
   using Small = Fp32Tile<64, 64>;
   const int64_t large = tiles_of(product.shape, Large::kM, Large::kN);
   const int64_t each = product.shape.form == ProductForm::kByRows ? divide_up(product.shape.m, product.shape.groups) : product.shape.m;
-  if (large >= context.multiprocessors && each > 64 && product.shape.n > 64) {
+  const bool wanted = context.tile > 0 ? context.tile <= 2 : large >= context.multiprocessors && each > 64 && product.shape.n > 64;
+  if (wanted) {
     return launch<Large>(context, product, a_mn, b_mn, large);
   }
   return launch<Small>(context, product, a_mn, b_mn, tiles_of(product.shape, Small::kM, Small::kN));

@@ -30,13 +30,15 @@ __device__ __forceinline__ void barrier_arrive_expect(uint32_t barrier, uint32_t
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Arrives at the same barrier of another CTA of the cluster.
+// Arrives at the same barrier of a CTA of the cluster. What it announces is that the tensor cores have read a stage, which is over when it
+// is called; no ordinary store has to be seen by the other CTA, so the default (CTA) scope does: a release for the cluster would wait for
+// every store of the thread to reach the L2 cache, in every stage.
 __device__ __forceinline__ void barrier_arrive_remote(uint32_t barrier, uint32_t cta) {
   asm volatile(
       "{\n"
       ".reg .b32 remote;\n"
       "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
       "}\n" ::"r"(barrier),
       "r"(cta)
       : "memory");
@@ -49,21 +51,6 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       ".reg .pred done;\n"
       "again:\n"
       "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra over;\n"
-      "bra again;\n"
-      "over:\n"
-      "}\n" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
-
-// The same across a cluster: orders what the other CTA's warps did before they arrived.
-__device__ __forceinline__ void barrier_wait_cluster(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
       "@done bra over;\n"
       "bra again;\n"
       "over:\n"
@@ -115,15 +102,12 @@ __device__ __forceinline__ void copy_16_bytes(uint32_t destination, const void *
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(bytes) : "memory");
 }
 
-__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Waits until at most `PENDING` committed groups of this thread are not finished.
-template <int PENDING>
-__device__ __forceinline__ void copies_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+// Arrives at the barrier when all copies that this thread has started are done.
+__device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// Orders this thread's writes to shared memory before later reads by the tensor cores and the copy engine.
+// Orders writes to shared memory (this thread's, and those it has learnt of through a barrier) before later reads by the tensor cores.
 __device__ __forceinline__ void fence_for_async_readers() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- registers and barriers of threads ---------------------------------------------------------------------------------

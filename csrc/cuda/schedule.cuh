@@ -34,12 +34,13 @@ struct ProductWork {
 template <int BLOCK_M, int BLOCK_N, int CLUSTER>
 class ProductSchedule {
  public:
-  static constexpr int kPanelRows = 2048 / BLOCK_M;  // tiles
+  static constexpr int kRows = BLOCK_M * CLUSTER;        // of a cluster's tiles, one below the other
+  static constexpr int kPanelRows = 2048 / kRows;        // clusters
 
   // `first_tiles` is shared memory for kGroupsMax + 1 numbers (kByRows only). Called by all threads of the CTA.
   __device__ __forceinline__ ProductSchedule(const ProductShape &shape, int32_t *first_tiles) : shape_(shape), first_tiles_(first_tiles) {
     tiles_n_ = (shape.n + BLOCK_N - 1) / BLOCK_N;
-    tiles_m_ = (shape.m + BLOCK_M - 1) / BLOCK_M;
+    tiles_m_ = (shape.m + kRows - 1) / kRows;
     if (shape.form == ProductForm::kByRows) {
       if (threadIdx.x < 32) {
         count_tiles();
@@ -47,27 +48,25 @@ class ProductSchedule {
       __syncthreads();
       count_ = first_tiles[shape.groups] * tiles_n_;
     } else {
-      count_ = (tiles_m_ + CLUSTER - 1) / CLUSTER * tiles_n_ * shape.groups;
+      count_ = tiles_m_ * tiles_n_ * shape.groups;
     }
   }
 
-  // Tiles (of clusters: sets of CLUSTER tiles, one below the other).
+  // Tiles (sets of CLUSTER tiles, one below the other).
   __device__ __forceinline__ int32_t count() const { return count_; }
 
   // Tile `index`, for the CTA of this rank in its cluster.
   __device__ __forceinline__ ProductWork at(int32_t index, int32_t rank) const {
     if (shape_.form == ProductForm::kByRows) {
-      return by_rows(index);
+      return by_rows(index, rank);
     }
-    const int32_t rows = (tiles_m_ + CLUSTER - 1) / CLUSTER;
-    const int32_t group = index / (rows * tiles_n_);
-    index -= group * rows * tiles_n_;
-    constexpr int32_t panel_rows = kPanelRows / CLUSTER;
-    const int32_t panel = index / (panel_rows * tiles_n_);
-    const int32_t height = min(panel_rows, rows - panel * panel_rows);
-    index -= panel * panel_rows * tiles_n_;
-    const int32_t row = (panel * panel_rows + index % height) * CLUSTER + rank;
-    ProductWork work{group, row * BLOCK_M, shape_.m, index / height * BLOCK_N, 0, shape_.k};
+    const int32_t group = index / (tiles_m_ * tiles_n_);
+    index -= group * tiles_m_ * tiles_n_;
+    const int32_t panel = index / (kPanelRows * tiles_n_);
+    const int32_t height = min(kPanelRows, tiles_m_ - panel * kPanelRows);
+    index -= panel * kPanelRows * tiles_n_;
+    const int32_t row = (panel * kPanelRows + index % height) * kRows + rank * BLOCK_M;
+    ProductWork work{group, row, shape_.m, index / height * BLOCK_N, 0, shape_.k};
     if (shape_.form == ProductForm::kByDepth) {
       work.k = offset(group);
       work.k_end = offset(group + 1);
@@ -82,7 +81,7 @@ class ProductSchedule {
     return max(0, min(capacity, __ldg(shape_.row_offsets + group)));
   }
 
-  // first_tiles[g] = row tiles of the runs before g: one warp, 32 runs at a time.
+  // first_tiles[g] = tiles (of one column) of the runs before g: one warp, 32 runs at a time.
   __device__ __forceinline__ void count_tiles() {
     const int32_t lane = threadIdx.x;
     int32_t before = 0;
@@ -90,7 +89,7 @@ class ProductSchedule {
       const int32_t group = first + lane;
       int32_t sum = 0;
       if (group < shape_.groups) {
-        sum = (max(0, offset(group + 1) - offset(group)) + BLOCK_M - 1) / BLOCK_M;
+        sum = (max(0, offset(group + 1) - offset(group)) + kRows - 1) / kRows;
       }
       for (int32_t distance = 1; distance < 32; distance *= 2) {
         const int32_t left = __shfl_up_sync(0xFFFFFFFF, sum, distance);
@@ -106,7 +105,7 @@ class ProductSchedule {
     }
   }
 
-  __device__ __forceinline__ ProductWork by_rows(int32_t index) const {
+  __device__ __forceinline__ ProductWork by_rows(int32_t index, int32_t rank) const {
     int32_t group = 0;
     int32_t beyond = shape_.groups;  // first_tiles[group] <= index / tiles_n < first_tiles[beyond]
     const int32_t wanted = index / tiles_n_;
@@ -120,13 +119,13 @@ class ProductSchedule {
     }
     const int32_t tiles = first_tiles_[group + 1] - first_tiles_[group];
     index -= first_tiles_[group] * tiles_n_;
-    const int32_t first_row = offset(group);
-    return ProductWork{group, first_row + index % tiles * BLOCK_M, offset(group + 1), index / tiles * BLOCK_N, 0, shape_.k};
+    const int32_t row = offset(group) + index % tiles * kRows + rank * BLOCK_M;
+    return ProductWork{group, row, offset(group + 1), index / tiles * BLOCK_N, 0, shape_.k};
   }
 
   const ProductShape &shape_;
   int32_t *first_tiles_;
-  int32_t tiles_m_, tiles_n_, count_;
+  int32_t tiles_m_, tiles_n_, count_;  // tiles_m_: of a cluster's rows
 };
 
 }  // namespace mok::cuda

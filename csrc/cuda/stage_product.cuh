@@ -6,12 +6,13 @@
 //
 //   extern __shared__ __align__(1024) unsigned char memory[];
 //   StageRing<Tile> ring(memory, kStageArrivals<LoadA, LoadB>);   // all threads; then __syncthreads() or cluster_sync()
-//   producer threads: for each tile { produce(ring, k, k_end, load_a, load_b); }  produce_end(ring, ...);
-//   consumer threads: for each tile { set acc; consume<...>(ring, acc, k_end - k); epilogue(acc); }
+//   producer threads: for each tile { produce(ring, at, k, k_end, load_a, load_b); }
+//   consumer threads: for each tile { set acc; consume<...>(ring, at, acc, k_end - k); epilogue(acc); }
 //
 // A loader is a type with
 //   static constexpr int kEngineBytes;   what TMA brings of a stage (0: threads bring it)
-//   __device__ void load(uint32_t destination, int32_t k, int32_t k_end, uint32_t full) const;
+//   __device__ void begin(int32_t k, int32_t k_end);   before the first load of a tile
+//   __device__ void load(uint32_t destination, int32_t k, int32_t k_end, uint32_t full);   arrives at `full` where threads load
 // Elements at k >= k_end are never multiplied beyond the block of 16 that holds k_end - 1; in that block they must be zeros, unless
 // k_end - k is a multiple of 16.
 #pragma once
@@ -93,13 +94,7 @@ class StageRing {
     }
   }
 
-  __device__ __forceinline__ void wait_empty(const RingPosition<Tile::kStages> &at) const {
-    if constexpr (Tile::kCluster == 1) {
-      barrier_wait(empty(at.stage), at.phase ^ 1);
-    } else {
-      barrier_wait_cluster(empty(at.stage), at.phase ^ 1);
-    }
-  }
+  __device__ __forceinline__ void wait_empty(const RingPosition<Tile::kStages> &at) const { barrier_wait(empty(at.stage), at.phase ^ 1); }
   __device__ __forceinline__ void wait_full(const RingPosition<Tile::kStages> &at) const { barrier_wait(full(at.stage), at.phase); }
 
  private:
@@ -124,7 +119,9 @@ struct EngineLoader {
   int32_t first;  // row of the output (A) or its column (B)
   int32_t group;
 
-  __device__ __forceinline__ void load(uint32_t destination, int32_t k, int32_t, uint32_t full) const {
+  __device__ __forceinline__ void begin(int32_t, int32_t) {}
+
+  __device__ __forceinline__ void load(uint32_t destination, int32_t k, int32_t, uint32_t full) {
     constexpr int boxes = kCopyBoxes<MN, EXTENT>;
     constexpr int box_rows = kCopyBoxRows<MN, EXTENT>;
     constexpr bool multicast = SHARED && CLUSTER > 1;
@@ -148,49 +145,62 @@ struct EngineLoader {
 };
 
 // Through the producer threads: rows gathered by index, or operands whose address or row pitch TMA can't read. The same bytes end up in
-// shared memory.
+// shared memory. load() is called for ascending k; begin() once before.
 template <bool MN, int EXTENT>
 struct RowLoader {
   static constexpr int kEngineBytes = 0;
-  static constexpr int kChunks = kRowBytes / 16;                           // of a row: one thread each
-  static constexpr int kPasses = EXTENT * kChunks / kProducers;
+  static constexpr int kChunks = kRowBytes / 16;                                       // of a row: one thread each
   static constexpr int kRowsOfPass = kProducers / kChunks;
+  static constexpr int kPasses = EXTENT / kRowsOfPass;                                 // chunks of a thread and stage
+  static constexpr int kIndices = (MN ? kRowElements : EXTENT) / kRowsOfPass;          // rows of a thread and stage
 
   const uint16_t *base;    // of the group
   int64_t pitch;           // elements between rows
   const int32_t *rows;     // row of the operand for each row of the product, -1: zeros; or NULL: the same row
   int32_t first, end;      // output rows (or columns) of the tile, and where the operand ends
   bool aligned;            // rows start at multiples of 16 bytes
+  int32_t index[kIndices]; // operand rows of the next stage, -1: zeros (K-major: of every stage)
 
-  __device__ __forceinline__ void load(uint32_t destination, int32_t k, int32_t k_end, uint32_t) const {
+  __device__ __forceinline__ void begin(int32_t k, int32_t k_end) { MN ? fetch_indices(k, k_end) : fetch_indices(first, end); }
+
+  __device__ __forceinline__ void load(uint32_t destination, int32_t k, int32_t k_end, uint32_t full) {
     const int32_t chunk = threadIdx.x % kChunks;
     const int32_t thread_row = threadIdx.x % kProducers / kChunks;
-#pragma unroll 4
+#pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       const int32_t row = pass * kRowsOfPass + thread_row;  // in shared memory
-      if constexpr (MN) {
-        const int32_t box = row / kRowElements;
-        copy_chunk(destination + swizzled(row, chunk), k + row % kRowElements, k_end, first + box * kRowElements + 8 * chunk, end);
+      const int32_t column = MN ? first + row / kRowElements * kRowElements + 8 * chunk : k + 8 * chunk;
+      const int32_t left = (MN ? end : k_end) - column;
+      const int32_t source = index[pass % kIndices];
+      const int32_t count = source < 0 || left < 0 ? 0 : min(8, left);
+      const uint16_t *from = base + (count > 0 ? source * pitch + column : 0);
+      if (aligned) {
+        copy_16_bytes(destination + swizzled(row, chunk), from, count * 2);
       } else {
-        copy_chunk(destination + swizzled(row, chunk), first + row, end, k + 8 * chunk, k_end);
+        copy_elements(destination + swizzled(row, chunk), from, count);
       }
+    }
+    if (aligned) {
+      barrier_arrive_after_copies(full);
+    } else {
+      barrier_arrive(full);
+    }
+    if constexpr (MN) {
+      fetch_indices(k + kStageDepth, k_end);
     }
   }
 
  private:
-  // Eight elements of `row` from `column` on; zeros at and after the ends.
-  __device__ __forceinline__ void copy_chunk(uint32_t destination, int32_t row, int32_t row_end, int32_t column, int32_t column_end) const {
-    int32_t source = -1;
-    int32_t count = min(8, column_end - column);
-    if (row < row_end && count > 0) {
-      source = rows == nullptr ? row : __ldg(rows + row);
+  __device__ __forceinline__ void fetch_indices(int32_t begin_row, int32_t end_row) {
+#pragma unroll
+    for (int i = 0; i < kIndices; ++i) {
+      const int32_t row = begin_row + i * kRowsOfPass + static_cast<int32_t>(threadIdx.x % kProducers / kChunks);
+      index[i] = row >= end_row ? -1 : rows == nullptr ? row : __ldg(rows + row);
     }
-    count = source < 0 ? 0 : count;
-    const uint16_t *from = base + (count > 0 ? source * pitch + column : 0);
-    if (aligned) {
-      copy_16_bytes(destination, from, count * 2);
-      return;
-    }
+  }
+
+  // Eight elements, those after `count` zero, to a multiple of 16 bytes.
+  static __device__ __forceinline__ void copy_elements(uint32_t destination, const uint16_t *from, int32_t count) {
     uint32_t words[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -204,80 +214,53 @@ struct RowLoader {
   }
 };
 
-// Whether the producer threads fill a part of the stages, and how many arrivals complete a full barrier (besides TMA's bytes).
+// Whether the producer threads fill a part of the stages, and how many arrivals complete a full barrier (besides TMA's bytes): one of each
+// thread for each operand that it loads, one of the thread that starts TMA.
 template <class LoadA, class LoadB>
 constexpr bool kThreadsLoad = LoadA::kEngineBytes == 0 || LoadB::kEngineBytes == 0;
 template <class LoadA, class LoadB>
-constexpr int kStageArrivals = (kThreadsLoad<LoadA, LoadB> ? kProducers : 0) + (LoadA::kEngineBytes + LoadB::kEngineBytes > 0 ? 1 : 0);
+constexpr int kStageArrivals = (LoadA::kEngineBytes == 0 ? kProducers : 0) + (LoadB::kEngineBytes == 0 ? kProducers : 0) +
+                               (LoadA::kEngineBytes + LoadB::kEngineBytes > 0 ? 1 : 0);
 
 // ---- producers -------------------------------------------------------------------------------------------------------------
 
-constexpr int kCopiesInFlight = 2;  // stages that producer threads start before they wait for the first; less than a ring's stages
-
-template <class Tile>
-struct ProducerState {
-  RingPosition<Tile::kStages> at;       // the next stage to fill
-  RingPosition<Tile::kStages> publish;  // the next stage to hand over (threads only)
-  int32_t unpublished = 0;
-};
-
-// Hands the oldest unpublished stage to the consumers, once this thread's copies to it are done.
-template <int PENDING, class Tile>
-__device__ __forceinline__ void publish_stage(const StageRing<Tile> &ring, ProducerState<Tile> &state) {
-  copies_wait<PENDING>();
-  fence_for_async_readers();
-  barrier_arrive(ring.full(state.publish.stage));
-  state.publish.advance();
-  --state.unpublished;
-}
-
 // Fills the stages of one tile. If both loaders use TMA, one thread calls this; else all producer threads do.
 template <class Tile, class LoadA, class LoadB>
-__device__ __forceinline__ void produce(const StageRing<Tile> &ring, ProducerState<Tile> &state, int32_t k, int32_t k_end, const LoadA &load_a,
-                                        const LoadB &load_b) {
+__device__ __forceinline__ void produce(const StageRing<Tile> &ring, RingPosition<Tile::kStages> &at, int32_t k, int32_t k_end, LoadA &load_a,
+                                        LoadB &load_b) {
   constexpr int engine_bytes = LoadA::kEngineBytes + LoadB::kEngineBytes;
-  constexpr bool threads_load = kThreadsLoad<LoadA, LoadB>;
-  const bool leader = !threads_load || threadIdx.x % kProducers == 0;
+  const bool leader = !kThreadsLoad<LoadA, LoadB> || threadIdx.x % kProducers == 0;
+  load_a.begin(k, k_end);
+  load_b.begin(k, k_end);
   for (; k < k_end; k += kStageDepth) {
-    const int stage = state.at.stage;
-    ring.wait_empty(state.at);
+    const uint32_t full = ring.full(at.stage);
+    ring.wait_empty(at);
     if (engine_bytes > 0 && leader) {
-      barrier_arrive_expect(ring.full(stage), engine_bytes);
+      barrier_arrive_expect(full, engine_bytes);
     }
     if (LoadA::kEngineBytes == 0 || leader) {
-      load_a.load(ring.a(stage), k, k_end, ring.full(stage));
+      load_a.load(ring.a(at.stage), k, k_end, full);
     }
     if (LoadB::kEngineBytes == 0 || leader) {
-      load_b.load(ring.b(stage), k, k_end, ring.full(stage));
+      load_b.load(ring.b(at.stage), k, k_end, full);
     }
-    state.at.advance();
-    if constexpr (threads_load) {
-      copies_commit();
-      if (++state.unpublished > kCopiesInFlight) {
-        publish_stage<kCopiesInFlight>(ring, state);
-      }
-    }
-  }
-}
-
-// After the last tile, where threads load: hands over what is left.
-template <class Tile>
-__device__ __forceinline__ void produce_end(const StageRing<Tile> &ring, ProducerState<Tile> &state) {
-  while (state.unpublished > 0) {
-    publish_stage<0>(ring, state);
+    at.advance();
   }
 }
 
 // ---- consumers -------------------------------------------------------------------------------------------------------------
 
 // Issues the first `steps` steps of the stage at `at` and commits them.
-template <class Tile, bool A_MN, bool B_MN>
+template <class Tile, bool A_MN, bool B_MN, bool THREADS_LOAD>
 __device__ __forceinline__ void issue_stage(const StageRing<Tile> &ring, const RingPosition<Tile::kStages> &at, float (&acc)[Tile::kAccumulators],
                                             int steps) {
   const int group = threadIdx.x / kWarpgroup - kProducers / kWarpgroup;
   const uint32_t a = ring.a(at.stage) + group / Tile::kGroupsN * 64 * kRowBytes;
   const uint32_t b = ring.b(at.stage) + group % Tile::kGroupsN * Tile::kGroupN * kRowBytes;
   ring.wait_full(at);
+  if constexpr (THREADS_LOAD) {
+    fence_for_async_readers();
+  }
   steps_begin();
 #pragma unroll
   for (int step = 0; step < kStageSteps; ++step) {
@@ -289,8 +272,8 @@ __device__ __forceinline__ void issue_stage(const StageRing<Tile> &ring, const R
 }
 
 // The warpgroup's accumulators go on over `depth` products of the ring's next stages, k ascending. A stage is released when the next one
-// has been issued and it is no longer read.
-template <class Tile, bool A_MN, bool B_MN>
+// has been issued and it is no longer read. THREADS_LOAD: kThreadsLoad of the loaders.
+template <class Tile, bool A_MN, bool B_MN, bool THREADS_LOAD>
 __device__ __forceinline__ void consume(const StageRing<Tile> &ring, RingPosition<Tile::kStages> &at, float (&acc)[Tile::kAccumulators],
                                         int32_t depth) {
   const int32_t steps = (depth + kStepDepth - 1) / kStepDepth;
@@ -298,11 +281,11 @@ __device__ __forceinline__ void consume(const StageRing<Tile> &ring, RingPositio
   const int32_t rest = steps % kStageSteps;
   if (full > 0) {
     pin(acc);
-    issue_stage<Tile, A_MN, B_MN>(ring, at, acc, kStageSteps);
+    issue_stage<Tile, A_MN, B_MN, THREADS_LOAD>(ring, at, acc, kStageSteps);
     int previous = at.stage;
     at.advance();
     for (int32_t i = 1; i < full; ++i) {
-      issue_stage<Tile, A_MN, B_MN>(ring, at, acc, kStageSteps);
+      issue_stage<Tile, A_MN, B_MN, THREADS_LOAD>(ring, at, acc, kStageSteps);
       steps_wait<1>();
       ring.release(previous);
       previous = at.stage;
@@ -314,7 +297,7 @@ __device__ __forceinline__ void consume(const StageRing<Tile> &ring, RingPositio
   }
   if (rest > 0) {
     pin(acc);
-    issue_stage<Tile, A_MN, B_MN>(ring, at, acc, rest);
+    issue_stage<Tile, A_MN, B_MN, THREADS_LOAD>(ring, at, acc, rest);
     steps_wait<0>();
     pin(acc);
     ring.release(at.stage);

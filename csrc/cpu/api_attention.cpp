@@ -65,10 +65,18 @@ mok_status check_attention(const Args *args) {
   return MOK_OK;
 }
 
-// A forward task holds `queries` rows of dots of the whole length: fewer rows for long sequences.
-AttentionBlocks attention_blocks(const mok_context *context, int64_t length) {
-  const auto block = [&](int64_t size) { return std::max<int64_t>(16, mok::min_block(context, size) / 16 * 16); };
-  return {block(length <= 8192 ? 64 : 32), block(512), context->tile_limit};
+int64_t block_of_16(const mok_context *context, int64_t size) {
+  return std::max<int64_t>(16, mok::min_block(context, size) / 16 * 16);
+}
+
+// A forward task holds dots of `queries` rows of each query head of a key head with all keys: fewer for long sequences.
+AttentionBlocks forward_blocks(const mok_context *context, const mok_attention_forward_args *args) {
+  const int64_t stack = args->length <= 4096 ? 128 : 64, queries = std::min<int64_t>(64, stack / (args->heads / args->kv_heads));
+  return {block_of_16(context, queries), block_of_16(context, 512), context->tile_limit};
+}
+
+AttentionBlocks backward_blocks(const mok_context *context) {
+  return {block_of_16(context, 64), block_of_16(context, 512), context->tile_limit};
 }
 
 }  // namespace
@@ -115,7 +123,7 @@ extern "C" MOK_API mok_status mok_attention_forward(mok_context *context, const 
   return mok::enter("mok_attention_forward", context, args, [&] {
     MOK_TRY(check_attention(args));
     const AttentionTable &table = MOK_ISA_PICK(context->isa, attention_table);
-    const AttentionBlocks blocks = attention_blocks(context, args->length);
+    const AttentionBlocks blocks = forward_blocks(context, args);
     return mok::parallel_for(context, table.forward_tasks(args, &blocks), table.forward_scratch(args, &blocks),
                              [&](int64_t task, mok::Scratch *scratch) { table.forward(args, &blocks, task, scratch); });
   });
@@ -133,7 +141,7 @@ extern "C" MOK_API mok_status mok_attention_backward(mok_context *context, const
     MOK_REQUIRE_POINTER(args->grad_k, tokens);
     MOK_REQUIRE_POINTER(args->grad_v, tokens);
     const AttentionTable &table = MOK_ISA_PICK(context->isa, attention_table);
-    const AttentionBlocks blocks = attention_blocks(context, args->length);
+    const AttentionBlocks blocks = backward_blocks(context);
     const int64_t tasks = args->length == 0 ? 0 : args->sequences * args->kv_heads;
     return mok::parallel_for(context, tasks, table.backward_scratch(args, &blocks),
                              [&](int64_t task, mok::Scratch *scratch) { table.backward(args, &blocks, task, scratch); });

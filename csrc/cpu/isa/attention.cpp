@@ -17,38 +17,64 @@ int64_t padded(int64_t count) { return blocks_of(count, 16) * 16; }
 // c = scale*log2e, which turns dots into exponents of two.
 float exponent_scale(float scale) { return scale * mok::f32::from_bits(0x3FB8AA3Bu); }
 
-// A matrix of operands inside a larger one: element [i, j] is data[i * row + j].
-struct Rows {
-  const void *data;
-  int64_t row;
+// How the products of a task are done.
+struct Products {
+  int32_t precision;
+  int64_t tile_limit, panel_columns;
+  mok::Scratch *scratch;
 };
 
-Rows rows_at(int32_t precision, const void *base, int64_t offset, int64_t row) {
-  return {mok::operand_at(precision, base, offset), row};
+Products products_of(int32_t precision, int64_t tile_limit, mok::Scratch *scratch) {
+  return {precision, tile_limit, product_table.panel_columns(precision, tile_limit), scratch};
 }
 
-// out[m,n] = a[m,k] . b[n,k]^T
-void times_transposed(const AttentionBlocks *blocks, int32_t precision, int64_t m, int64_t n, int64_t k, Rows a, Rows b, float *out,
-                      int64_t out_row, mok::Scratch *scratch) {
-  const mok::SerialProduct product = {precision, blocks->tile_limit, m,      n, k, a.data, a.row, 1, b.data, 1, b.row,
-                                      out,       out_row,            nullptr};
-  serial_product(&product, scratch);
+// An operand whose lines are `ld` elements apart; they run along the depth of the product, or across it.
+mok::ProductOperand lines_along(const void *data, int64_t ld) { return {data, ld, nullptr, 1}; }
+mok::ProductOperand lines_across(const void *data, int64_t ld) { return {data, ld, nullptr, 0}; }
+
+size_t packed_bytes(const Products *products, int64_t columns, int64_t k) {
+  return static_cast<size_t>(blocks_of(columns, products->panel_columns)) * product_table.panel_bytes(products->precision, k);
 }
 
-// out[m,n] = initial + a[m,k] . b[k,n]; the chain over k goes on from `initial` (out or NULL).
-void times(const AttentionBlocks *blocks, int32_t precision, int64_t m, int64_t n, int64_t k, Rows a, Rows b, float *out,
-           int64_t out_row, const float *initial, mok::Scratch *scratch) {
-  const mok::SerialProduct product = {precision, blocks->tile_limit, m,      n, k, a.data, a.row, 1, b.data, b.row, 1,
-                                      out,       out_row,            initial};
-  serial_product(&product, scratch);
+// Packs b [k, columns] once, for any number of multiply() with it.
+void pack(const Products *products, mok::ProductOperand b, int64_t columns, int64_t k, unsigned char *packed) {
+  for (int64_t column = 0; column < columns; column += products->panel_columns) {
+    const int64_t held = smaller(products->panel_columns, columns - column);
+    product_table.pack_panel(products->precision, &b, k, column, held, packed);
+    packed += product_table.panel_bytes(products->precision, k);
+  }
 }
 
-// out[m,n] += a[k,m]^T . b[k,n], one carried chain.
-void transposed_times(const AttentionBlocks *blocks, int32_t precision, int64_t m, int64_t n, int64_t k, Rows a, Rows b, float *out,
-                      int64_t out_row, mok::Scratch *scratch) {
-  const mok::SerialProduct product = {precision, blocks->tile_limit, m,  n, k, a.data, 1, a.row, b.data, b.row, 1,
-                                      out,       out_row,            out};
-  serial_product(&product, scratch);
+// out[m,n] = a[m,k] . packed[k, the first n columns]; the chain over k goes on from `initial` (out or NULL).
+void multiply(const Products *products, mok::ProductOperand a, int64_t m, int64_t n, int64_t k, const unsigned char *packed, float *out,
+              int64_t ldc, const float *initial) {
+  mok::ProductRows rows = {};
+  rows.precision = products->precision;
+  rows.tile_limit = products->tile_limit;
+  rows.m = m;
+  rows.n = n;
+  rows.k = k;
+  rows.a = a;
+  rows.panels = packed;
+  rows.panel_columns = products->panel_columns;
+  rows.c = out;
+  rows.ldc = ldc;
+  rows.initial = initial;
+  product_table.product_rows(&rows, products->scratch);
+}
+
+size_t multiply_scratch(const Products *products, int64_t m, int64_t n, int64_t k) {
+  return product_table.rows_scratch(products->precision, m, n, k, products->tile_limit);
+}
+
+// to[j][i] = from[i][j], 8 rows at a time.
+void transpose(int64_t rows, int64_t columns, const float *from, int64_t from_row, float *to, int64_t to_row) {
+  for (int64_t i = 0; i < rows; i += 8) {
+    const int64_t most = smaller(8, rows - i);
+    for (int64_t j = 0; j < columns; ++j) {
+      for (int64_t l = 0; l < most; ++l) to[j * to_row + i + l] = from[(i + l) * from_row + j];
+    }
+  }
 }
 
 // Eight floats in vector registers: row statistics of long rows.
@@ -104,10 +130,6 @@ float lane_sum(int64_t count, const float *x) {
   return mok::fold(lane);
 }
 
-int64_t forward_tasks(const mok_attention_forward_args *args, const AttentionBlocks *blocks) {
-  return blocks_of(args->length, blocks->queries) * args->sequences * args->heads;
-}
-
 // A product's operand made of fp32 values: the values themselves, or a bf16 copy of them.
 void *take_operand(int32_t precision, int64_t count, float *values, mok::Scratch *scratch) {
   return precision == MOK_BF16 ? mok::scratch_take(scratch, static_cast<size_t>(count) * sizeof(uint16_t)) : values;
@@ -116,69 +138,139 @@ size_t rounded_bytes(int32_t precision, int64_t count) {
   return precision == MOK_BF16 ? mok::scratch_bytes(static_cast<size_t>(count) * sizeof(uint16_t)) : 0;
 }
 
-size_t largest(size_t a, size_t b) { return a > b ? a : b; }
+size_t larger(size_t a, size_t b) { return a > b ? a : b; }
+size_t largest(size_t a, size_t b, size_t c) { return larger(a, larger(b, c)); }
+
+int64_t forward_tasks(const mok_attention_forward_args *args, const AttentionBlocks *blocks) {
+  return blocks_of(args->length, blocks->queries) * args->sequences * args->kv_heads;
+}
+
+// One forward task: a block of queries of all query heads of a key head. `stack` is (query head, query), head-major.
+struct Forward {
+  const mok_attention_forward_args *args;
+  Products products;
+  int64_t key_tile, token, first, rows;  // first token of the sequence, first query of the block, queries
+  int64_t kv_head, head, stack;          // head: the first query head
+  int64_t keys, width;                   // keys that the block sees; floats between rows of dots
+  float *dots;                           // [stack, width]: S, then p
+  void *weights;                         // op(p)
+  int32_t *lines;                        // [stack]: row of q in units of head_size
+  float *recips, *sums;                  // [stack]; O transposed [head_size, stack]
+  unsigned char *packed;
+};
 
 size_t forward_scratch(const mok_attention_forward_args *args, const AttentionBlocks *blocks) {
-  const int64_t rows = smaller(blocks->queries, args->length), keys = smaller(blocks->keys, args->length), size = args->head_size;
-  const int64_t dots = rows * padded(args->length);
-  return mok::float_bytes(dots) + rounded_bytes(args->precision, dots) + mok::float_bytes(rows) + mok::float_bytes(rows * size) +
-         largest(serial_product_scratch(args->precision, rows, keys, size), serial_product_scratch(args->precision, rows, size, keys));
+  const Products products = products_of(args->precision, blocks->tile_limit, nullptr);
+  const int64_t size = args->head_size, stack = smaller(blocks->queries, args->length) * (args->heads / args->kv_heads);
+  const int64_t keys = smaller(blocks->keys, args->length), dots = stack * padded(args->length);
+  return mok::float_bytes(dots) + rounded_bytes(args->precision, dots) + 2 * mok::float_bytes(stack) + mok::float_bytes(size * stack) +
+         mok::float_bytes(size) + larger(packed_bytes(&products, keys, size), packed_bytes(&products, stack, keys)) +
+         larger(multiply_scratch(&products, stack, keys, size), multiply_scratch(&products, size, stack, keys));
 }
 
-void forward(const mok_attention_forward_args *args, const AttentionBlocks *blocks, int64_t task, mok::Scratch *scratch) {
-  const int32_t precision = args->precision;
-  const int64_t pairs = args->sequences * args->heads, block = blocks_of(args->length, blocks->queries) - 1 - task / pairs;
-  const int64_t sequence = task % pairs / args->heads, head = task % args->heads;
-  const int64_t kv_head = head / (args->heads / args->kv_heads), size = args->head_size;
-  const int64_t first = block * blocks->queries, rows = smaller(blocks->queries, args->length - first);
-  const int64_t keys = first + rows, width = padded(keys);
-  const int64_t key_token = sequence * args->length, token = key_token + first;
-  const int64_t q_row = args->heads * size, k_row = args->kv_heads * size;
-
-  float *const dots = mok::take_floats(scratch, rows * width);
-  void *const weights = take_operand(precision, rows * width, dots, scratch);
-  float *const recips = mok::take_floats(scratch, rows);
-  float *const sums = mok::take_floats(scratch, rows * size);
-
-  const Rows q = rows_at(precision, args->q, token * q_row + head * size, q_row);
-  for (int64_t key = 0; key < keys; key += blocks->keys) {
-    const Rows k = rows_at(precision, args->k, (key_token + key) * k_row + kv_head * size, k_row);
-    times_transposed(blocks, precision, rows, smaller(blocks->keys, keys - key), size, q, k, dots + key, width, scratch);
+Forward forward_task(const mok_attention_forward_args *args, const AttentionBlocks *blocks, int64_t index, mok::Scratch *scratch) {
+  const int64_t pairs = args->sequences * args->kv_heads, shared = args->heads / args->kv_heads, size = args->head_size;
+  Forward task = {};
+  task.args = args;
+  task.products = products_of(args->precision, blocks->tile_limit, scratch);
+  task.key_tile = smaller(blocks->keys, args->length);
+  task.token = index % pairs / args->kv_heads * args->length;
+  task.first = (blocks_of(args->length, blocks->queries) - 1 - index / pairs) * blocks->queries;
+  task.rows = smaller(blocks->queries, args->length - task.first);
+  task.kv_head = index % args->kv_heads;
+  task.head = task.kv_head * shared;
+  task.stack = shared * task.rows;
+  task.keys = task.first + task.rows;
+  task.width = padded(task.keys);
+  task.dots = mok::take_floats(scratch, task.stack * task.width);
+  task.weights = take_operand(args->precision, task.stack * task.width, task.dots, scratch);
+  task.lines = static_cast<int32_t *>(mok::scratch_take(scratch, static_cast<size_t>(task.stack) * sizeof(int32_t)));
+  task.recips = mok::take_floats(scratch, task.stack);
+  task.sums = mok::take_floats(scratch, size * task.stack);
+  const size_t for_keys = packed_bytes(&task.products, task.key_tile, size);
+  const size_t for_weights = packed_bytes(&task.products, task.stack, task.key_tile);
+  task.packed = static_cast<unsigned char *>(mok::scratch_take(scratch, larger(for_keys, for_weights)));
+  for (int64_t row = 0; row < task.stack; ++row) {
+    task.lines[row] = static_cast<int32_t>(row % task.rows * args->heads + row / task.rows);
   }
+  return task;
+}
+
+const void *forward_keys(const Forward *task, const void *base, int64_t ld, int64_t key) {
+  return mok::operand_at(task->args->precision, base, (task->token + key) * ld + task->kv_head * task->args->head_size);
+}
+
+void forward_dots(const Forward *task) {
+  const mok_attention_forward_args *const args = task->args;
+  const int64_t size = args->head_size, k_row = args->kv_heads * size, query = (task->token + task->first) * args->heads + task->head;
+  const mok::ProductOperand q = {mok::operand_at(args->precision, args->q, query * size), size, task->lines, 1};
+  for (int64_t key = 0; key < task->keys; key += task->key_tile) {
+    const int64_t keys = smaller(task->key_tile, task->keys - key);
+    pack(&task->products, lines_along(forward_keys(task, args->k, k_row, key), k_row), keys, size, task->packed);
+    multiply(&task->products, q, task->stack, keys, size, task->packed, task->dots + key, task->width, nullptr);
+  }
+}
+
+void forward_softmax(const Forward *task) {
+  const mok_attention_forward_args *const args = task->args;
   const float c = exponent_scale(args->scale);
-  for (int64_t i = 0; i < rows; ++i) {
-    float *const row = dots + i * width;
-    const int64_t allowed = first + i + 1;
-    const float maximum = row_maximum(allowed, row);
-    probabilities(allowed, c, maximum * c, row);
-    recips[i] = 1.0f / lane_sum(allowed, row);
-    memset(row + allowed, 0, static_cast<size_t>(keys - allowed) * sizeof(float));
-    if (precision == MOK_BF16) mok::store_row(precision, keys, row, mok::operand_at(precision, weights, i * width));
-    args->row_max[(token + i) * args->heads + head] = mok::f32::canonical(maximum);
-    args->row_recip[(token + i) * args->heads + head] = mok::f32::canonical(recips[i]);
-  }
-  for (int64_t key = 0; key < keys; key += blocks->keys) {
-    const Rows p = rows_at(precision, weights, key, width);
-    const Rows v = rows_at(precision, args->v, (key_token + key) * args->ld_v + kv_head * size, args->ld_v);
-    times(blocks, precision, rows, size, smaller(blocks->keys, keys - key), p, v, sums, size, key > 0 ? sums : nullptr, scratch);
-  }
-  for (int64_t i = 0; i < rows; ++i) {
-    float *const row = sums + i * size;
-    for (int64_t j = 0; j < size; ++j) row[j] *= recips[i];
-    mok::store_row(precision, size, row, mok::operand_at(precision, args->out, (token + i) * q_row + head * size));
+  for (int64_t row = 0; row < task->stack; ++row) {
+    float *const p = task->dots + row * task->width;
+    const int64_t query = task->first + row % task->rows, allowed = query + 1;
+    const float maximum = row_maximum(allowed, p);
+    probabilities(allowed, c, maximum * c, p);
+    const float recip = 1.0f / lane_sum(allowed, p);
+    memset(p + allowed, 0, static_cast<size_t>(task->keys - allowed) * sizeof(float));
+    if (args->precision == MOK_BF16) {
+      mok::store_row(MOK_BF16, task->keys, p, mok::operand_at(MOK_BF16, task->weights, row * task->width));
+    }
+    task->recips[row] = recip;
+    const int64_t statistic = (task->token + query) * args->heads + task->head + row / task->rows;
+    args->row_max[statistic] = mok::f32::canonical(maximum);
+    args->row_recip[statistic] = mok::f32::canonical(recip);
   }
 }
 
-// One backward task: a key head of a sequence, and what it keeps in its scratch for a tile of queries by keys.
+// O, transposed: its columns are the many, as products like it.
+void forward_sums(const Forward *task) {
+  const mok_attention_forward_args *const args = task->args;
+  const int64_t size = args->head_size;
+  for (int64_t key = 0; key < task->keys; key += task->key_tile) {
+    const int64_t keys = smaller(task->key_tile, task->keys - key);
+    const void *const weights = mok::operand_at(args->precision, task->weights, key);
+    pack(&task->products, lines_along(weights, task->width), task->stack, keys, task->packed);
+    multiply(&task->products, lines_across(forward_keys(task, args->v, args->ld_v, key), args->ld_v), size, task->stack, keys, task->packed,
+             task->sums, task->stack, key > 0 ? task->sums : nullptr);
+  }
+}
+
+void forward(const mok_attention_forward_args *args, const AttentionBlocks *blocks, int64_t index, mok::Scratch *scratch) {
+  const Forward task = forward_task(args, blocks, index, scratch);
+  const int64_t size = args->head_size;
+  forward_dots(&task);
+  forward_softmax(&task);
+  forward_sums(&task);
+  float *const out = mok::take_floats(scratch, size);
+  for (int64_t row = 0; row < task.stack; ++row) {
+    for (int64_t i = 0; i < size; ++i) out[i] = task.sums[i * task.stack + row] * task.recips[row];
+    const int64_t token = task.token + task.first + row % task.rows, head = task.head + row / task.rows;
+    mok::store_row(args->precision, size, out, mok::operand_at(args->precision, args->out, (token * args->heads + head) * size));
+  }
+}
+
+// One backward task: a key head of a sequence, and what it keeps for a tile of queries by keys.
 struct Backward {
   const mok_attention_backward_args *args;
-  const AttentionBlocks *blocks;
+  Products products;
   int64_t token, kv_head;               // first token of the sequence
+  int64_t rows, keys;                   // of a full tile
   float *delta;                         // [query heads of the key head, length]
-  float *dots, *products;               // S, then P; dP, then dS; [queries, keys]
+  float *dots, *products_of_v;          // S, then P; dP, then dS; [rows, keys]
   void *probabilities, *dot_gradients;  // op(P) and dS as operands
-  float *grad_k, *grad_v;               // [keys, head_size], carried over the queries
-  mok::Scratch *scratch;
+  float *grad_q;                        // dQ of the tile, transposed [head_size, rows]
+  float *grad_k, *grad_v;               // transposed [head_size, keys], carried over the queries
+  float *row, *other_row;               // [head_size]
+  unsigned char *packed_k, *packed_v, *packed;
 };
 
 // Rows of a query head in q, out, grad_out and grad_q.
@@ -188,25 +280,24 @@ int64_t query_offset(const Backward *task, int64_t head, int64_t query) {
 }
 
 size_t backward_scratch(const mok_attention_backward_args *args, const AttentionBlocks *blocks) {
-  const int32_t precision = args->precision;
+  const Products products = products_of(args->precision, blocks->tile_limit, nullptr);
   const int64_t rows = smaller(blocks->queries, args->length), keys = smaller(blocks->keys, args->length), size = args->head_size;
-  const size_t by_keys = serial_product_scratch(precision, rows, keys, size);
-  const size_t by_size = serial_product_scratch(precision, rows, size, keys);
-  const size_t by_queries = serial_product_scratch(precision, keys, size, rows);
   return mok::float_bytes(args->heads / args->kv_heads * args->length) + 2 * mok::float_bytes(size) + 2 * mok::float_bytes(rows * keys) +
-         2 * rounded_bytes(precision, rows * keys) + 2 * mok::float_bytes(keys * size) + largest(by_keys, largest(by_size, by_queries));
+         2 * rounded_bytes(args->precision, rows * keys) + mok::float_bytes(size * rows) + 2 * mok::float_bytes(size * keys) +
+         2 * packed_bytes(&products, keys, size) + larger(packed_bytes(&products, rows, keys), packed_bytes(&products, keys, rows)) +
+         largest(multiply_scratch(&products, rows, keys, size), multiply_scratch(&products, size, rows, keys),
+                 multiply_scratch(&products, size, keys, rows));
 }
 
 // delta = row sum of dO*O, for each query head of the key head.
 void row_deltas(const Backward *task, int64_t first_head, int64_t heads) {
   const mok_attention_backward_args *const args = task->args;
   const int64_t size = args->head_size;
-  float *const room = mok::take_floats(task->scratch, size), *const other_room = mok::take_floats(task->scratch, size);
   for (int64_t h = 0; h < heads; ++h) {
     for (int64_t i = 0; i < args->length; ++i) {
       const int64_t offset = query_offset(task, first_head + h, i);
-      const float *const gradient = mok::widen_row(args->precision, size, mok::operand_at(args->precision, args->grad_out, offset), room);
-      const float *const out = mok::widen_row(args->precision, size, mok::operand_at(args->precision, args->out, offset), other_room);
+      const float *const gradient = mok::widen_row(args->precision, size, mok::operand_at(args->precision, args->grad_out, offset), task->row);
+      const float *const out = mok::widen_row(args->precision, size, mok::operand_at(args->precision, args->out, offset), task->other_row);
       task->delta[h * args->length + i] = mok::row_sum(size, [=](float lane, int64_t j) { return mok::f32::fma(gradient[j], out[j], lane); });
     }
   }
@@ -219,81 +310,110 @@ void tile_gradients(const Backward *task, int64_t head, int64_t query, int64_t r
   for (int64_t i = 0; i < rows; ++i) {
     const int64_t statistic = (task->token + query + i) * args->heads + head, reach = query + i + 1 - key;
     const int64_t allowed = reach < 0 ? 0 : smaller(reach, keys);
-    float *const p = task->dots + i * keys, *const ds = task->products + i * keys;
+    float *const p = task->dots + i * task->keys, *const ds = task->products_of_v + i * task->keys;
     gradients(allowed, c, args->row_max[statistic] * c, args->row_recip[statistic], delta[query + i], p, ds);
     memset(p + allowed, 0, static_cast<size_t>(keys - allowed) * sizeof(float));
     memset(ds + allowed, 0, static_cast<size_t>(keys - allowed) * sizeof(float));
     if (args->precision == MOK_BF16) {
-      mok::store_row(MOK_BF16, keys, p, mok::operand_at(MOK_BF16, task->probabilities, i * keys));
-      mok::store_row(MOK_BF16, keys, ds, mok::operand_at(MOK_BF16, task->dot_gradients, i * keys));
+      mok::store_row(MOK_BF16, keys, p, mok::operand_at(MOK_BF16, task->probabilities, i * task->keys));
+      mok::store_row(MOK_BF16, keys, ds, mok::operand_at(MOK_BF16, task->dot_gradients, i * task->keys));
     }
   }
 }
 
-// Queries [query, query + rows) of `head` against keys [key, key + keys): dQ, dK and dV go on.
+// Queries [query, query + rows) of `head` against the first `keys` keys of the tile at `key`: dQ, dK and dV go on.
 void tile_backward(const Backward *task, int64_t head, int64_t query, int64_t rows, int64_t key, int64_t keys, const float *delta) {
   const mok_attention_backward_args *const args = task->args;
-  const AttentionBlocks *const blocks = task->blocks;
-  const int32_t precision = args->precision;
-  const int64_t size = args->head_size, q_row = query_row(args), k_row = args->kv_heads * size;
+  const Products *const products = &task->products;
+  const int64_t size = args->head_size, q_row = query_row(args), k_row = args->kv_heads * size, stride = task->keys;
   const int64_t q_offset = query_offset(task, head, query);
-  const Rows q = rows_at(precision, args->q, q_offset, q_row), gradient = rows_at(precision, args->grad_out, q_offset, q_row);
-  const Rows k = rows_at(precision, args->k, (task->token + key) * k_row + task->kv_head * size, k_row);
-  const Rows v = rows_at(precision, args->v, (task->token + key) * args->ld_v + task->kv_head * size, args->ld_v);
-  const Rows p = {task->probabilities, keys}, ds = {task->dot_gradients, keys};
-  float *const grad_q = args->grad_q + q_offset;
-  times_transposed(blocks, precision, rows, keys, size, q, k, task->dots, keys, task->scratch);
-  times_transposed(blocks, precision, rows, keys, size, gradient, v, task->products, keys, task->scratch);
+  const void *const q = mok::operand_at(args->precision, args->q, q_offset);
+  const void *const gradient = mok::operand_at(args->precision, args->grad_out, q_offset);
+  multiply(products, lines_along(q, q_row), rows, keys, size, task->packed_k, task->dots, stride, nullptr);
+  multiply(products, lines_along(gradient, q_row), rows, keys, size, task->packed_v, task->products_of_v, stride, nullptr);
   tile_gradients(task, head, query, rows, key, keys, delta);
-  times(blocks, precision, rows, size, keys, ds, k, grad_q, q_row, key > 0 ? grad_q : nullptr, task->scratch);
-  transposed_times(blocks, precision, keys, size, rows, ds, q, task->grad_k, size, task->scratch);
-  transposed_times(blocks, precision, keys, size, rows, p, gradient, task->grad_v, size, task->scratch);
+
+  float *const grad_q = args->grad_q + q_offset;
+  const void *const k = mok::operand_at(args->precision, args->k, (task->token + key) * k_row + task->kv_head * size);
+  if (key > 0) transpose(rows, size, grad_q, q_row, task->grad_q, rows);
+  pack(products, lines_along(task->dot_gradients, stride), rows, keys, task->packed);
+  multiply(products, lines_across(k, k_row), size, rows, keys, task->packed, task->grad_q, rows, key > 0 ? task->grad_q : nullptr);
+  transpose(size, rows, task->grad_q, rows, grad_q, q_row);
+  pack(products, lines_across(task->dot_gradients, stride), keys, rows, task->packed);
+  multiply(products, lines_across(q, q_row), size, keys, rows, task->packed, task->grad_k, stride, task->grad_k);
+  pack(products, lines_across(task->probabilities, stride), keys, rows, task->packed);
+  multiply(products, lines_across(gradient, q_row), size, keys, rows, task->packed, task->grad_v, stride, task->grad_v);
 }
 
 // The finished dK and dV of a tile of keys.
 void store_key_gradients(const Backward *task, int64_t key, int64_t keys) {
   const mok_attention_backward_args *const args = task->args;
   const int64_t size = args->head_size;
+  float *const row = task->row;
   for (int64_t j = 0; j < keys; ++j) {
     const int64_t token = task->token + key + j;
     float *const grad_k = args->grad_k + (token * args->kv_heads + task->kv_head) * size;
-    for (int64_t i = 0; i < size; ++i) grad_k[i] = mok::f32::canonical(args->scale * task->grad_k[j * size + i]);
-    void *const grad_v = mok::operand_at(args->precision, args->grad_v, token * args->ld_grad_v + task->kv_head * size);
-    mok::store_row(args->precision, size, task->grad_v + j * size, grad_v);
+    for (int64_t i = 0; i < size; ++i) grad_k[i] = mok::f32::canonical(args->scale * task->grad_k[i * task->keys + j]);
+    for (int64_t i = 0; i < size; ++i) row[i] = task->grad_v[i * task->keys + j];
+    mok::store_row(args->precision, size, row, mok::operand_at(args->precision, args->grad_v, token * args->ld_grad_v + task->kv_head * size));
   }
 }
 
-void backward(const mok_attention_backward_args *args, const AttentionBlocks *blocks, int64_t index, mok::Scratch *scratch) {
-  const int64_t shared = args->heads / args->kv_heads, kv_head = index % args->kv_heads, size = args->head_size;
-  const int64_t rows = smaller(blocks->queries, args->length), keys = smaller(blocks->keys, args->length);
+Backward backward_task(const mok_attention_backward_args *args, const AttentionBlocks *blocks, int64_t index, mok::Scratch *scratch) {
+  const int64_t size = args->head_size;
   Backward task = {};
   task.args = args;
-  task.blocks = blocks;
+  task.products = products_of(args->precision, blocks->tile_limit, scratch);
   task.token = index / args->kv_heads * args->length;
-  task.kv_head = kv_head;
-  task.delta = mok::take_floats(scratch, shared * args->length);
-  task.dots = mok::take_floats(scratch, rows * keys);
-  task.products = mok::take_floats(scratch, rows * keys);
-  task.probabilities = take_operand(args->precision, rows * keys, task.dots, scratch);
-  task.dot_gradients = take_operand(args->precision, rows * keys, task.products, scratch);
-  task.grad_k = mok::take_floats(scratch, keys * size);
-  task.grad_v = mok::take_floats(scratch, keys * size);
-  task.scratch = scratch;
-  row_deltas(&task, kv_head * shared, shared);
-  for (int64_t key = 0; key < args->length; key += keys) {
-    const int64_t tile_keys = smaller(keys, args->length - key);
-    memset(task.grad_k, 0, static_cast<size_t>(keys * size) * sizeof(float));
-    memset(task.grad_v, 0, static_cast<size_t>(keys * size) * sizeof(float));
+  task.kv_head = index % args->kv_heads;
+  task.rows = smaller(blocks->queries, args->length);
+  task.keys = smaller(blocks->keys, args->length);
+  task.delta = mok::take_floats(scratch, args->heads / args->kv_heads * args->length);
+  task.dots = mok::take_floats(scratch, task.rows * task.keys);
+  task.products_of_v = mok::take_floats(scratch, task.rows * task.keys);
+  task.probabilities = take_operand(args->precision, task.rows * task.keys, task.dots, scratch);
+  task.dot_gradients = take_operand(args->precision, task.rows * task.keys, task.products_of_v, scratch);
+  task.grad_q = mok::take_floats(scratch, size * task.rows);
+  task.grad_k = mok::take_floats(scratch, size * task.keys);
+  task.grad_v = mok::take_floats(scratch, size * task.keys);
+  task.row = mok::take_floats(scratch, size);
+  task.other_row = mok::take_floats(scratch, size);
+  const size_t of_keys = packed_bytes(&task.products, task.keys, size);
+  const size_t of_tiles = larger(packed_bytes(&task.products, task.rows, task.keys), packed_bytes(&task.products, task.keys, task.rows));
+  task.packed_k = static_cast<unsigned char *>(mok::scratch_take(scratch, of_keys));
+  task.packed_v = static_cast<unsigned char *>(mok::scratch_take(scratch, of_keys));
+  task.packed = static_cast<unsigned char *>(mok::scratch_take(scratch, of_tiles));
+  return task;
+}
+
+void pack_keys(const Backward *task, int64_t key, int64_t keys) {
+  const mok_attention_backward_args *const args = task->args;
+  const int64_t size = args->head_size, k_row = args->kv_heads * size, token = task->token + key;
+  const void *const k = mok::operand_at(args->precision, args->k, token * k_row + task->kv_head * size);
+  const void *const v = mok::operand_at(args->precision, args->v, token * args->ld_v + task->kv_head * size);
+  pack(&task->products, lines_along(k, k_row), keys, size, task->packed_k);
+  pack(&task->products, lines_along(v, args->ld_v), keys, size, task->packed_v);
+}
+
+void backward(const mok_attention_backward_args *args, const AttentionBlocks *blocks, int64_t index, mok::Scratch *scratch) {
+  const Backward task = backward_task(args, blocks, index, scratch);
+  const int64_t shared = args->heads / args->kv_heads, head = task.kv_head * shared, size = args->head_size;
+  row_deltas(&task, head, shared);
+  for (int64_t key = 0; key < args->length; key += task.keys) {
+    const int64_t keys = smaller(task.keys, args->length - key);
+    pack_keys(&task, key, keys);
+    memset(task.grad_k, 0, static_cast<size_t>(task.keys * size) * sizeof(float));
+    memset(task.grad_v, 0, static_cast<size_t>(task.keys * size) * sizeof(float));
     for (int64_t h = 0; h < shared; ++h) {
-      for (int64_t query = key / rows * rows; query < args->length; query += rows) {
-        const int64_t tile_rows = smaller(rows, args->length - query), reach = smaller(tile_keys, query + tile_rows - key);
-        tile_backward(&task, kv_head * shared + h, query, tile_rows, key, reach, task.delta + h * args->length);
+      for (int64_t query = key / task.rows * task.rows; query < args->length; query += task.rows) {
+        const int64_t rows = smaller(task.rows, args->length - query), reach = smaller(keys, query + rows - key);
+        tile_backward(&task, head + h, query, rows, key, reach, task.delta + h * args->length);
       }
     }
-    store_key_gradients(&task, key, tile_keys);
+    store_key_gradients(&task, key, keys);
   }
   for (int64_t i = 0; i < args->length; ++i) {
-    float *const row = args->grad_q + query_offset(&task, kv_head * shared, i);
+    float *const row = args->grad_q + query_offset(&task, head, i);
     for (int64_t j = 0; j < shared * size; ++j) row[j] = mok::f32::canonical(args->scale * row[j]);
   }
 }

@@ -9,7 +9,8 @@ struct AttentionBlocks {
 };
 
 struct AttentionTable {
-  // Tasks: (query block, sequence, query head), the longest first. Writes the block's rows of out, row_max and row_recip.
+  // Tasks: (query block, sequence, key/value head), the longest first: all query heads of the key head. Writes the block's rows of
+  // out, row_max and row_recip.
   int64_t (*forward_tasks)(const mok_attention_forward_args *args, const AttentionBlocks *blocks);
   size_t (*forward_scratch)(const mok_attention_forward_args *args, const AttentionBlocks *blocks);
   void (*forward)(const mok_attention_forward_args *args, const AttentionBlocks *blocks, int64_t task, mok::Scratch *scratch);

@@ -109,7 +109,7 @@ def submit(db: Database, spec: JobSpec, *, tenant: str = "local", idempotency: I
     """
     seen = _answered(db, tenant, idempotency)
     if seen is not None:
-        return Submitted(Job.from_dict(seen["job"]), Run.from_dict(seen["run"]), created=False)
+        return _submitted_before(seen)
     at = now if now is not None else db.now()
     resolved = resolve(_with_initial_weights(db, spec, tenant))
     if machine is not None:
@@ -123,8 +123,14 @@ def submit(db: Database, spec: JobSpec, *, tenant: str = "local", idempotency: I
             run = _queue_run(tx, job, resolved.execution, "original", None, at)
             _remember(tx, tenant, idempotency, job.id, {"job": job.as_dict(), "run": run.as_dict()}, at)
     except _SeenBefore:
-        return submit(db, spec, tenant=tenant, idempotency=idempotency, machine=machine, now=now)
+        seen = _answered(db, tenant, idempotency)
+        assert seen is not None, "whoever was faster has committed"
+        return _submitted_before(seen)
     return Submitted(job, run, created=True)
+
+
+def _submitted_before(response: Mapping[str, Any]) -> Submitted:
+    return Submitted(Job.from_dict(response["job"]), Run.from_dict(response["run"]), created=False)
 
 
 def get_job(db: Database, job_id: str, tenant: str = "local") -> Job:
@@ -170,8 +176,9 @@ def create_run(db: Database, job_id: str, *, execution: ExecutionSpec | None = N
             run = _queue_run(tx, job, resolved, "original" if original is None else "reproduction", original, at)
             _remember(tx, tenant, idempotency, job.id, {"run": run.as_dict()}, at)
     except _SeenBefore:
-        return create_run(db, job_id, execution=execution, reproduces=reproduces, tenant=tenant, idempotency=idempotency,
-                          machine=machine, now=now)
+        seen = _answered(db, tenant, idempotency)
+        assert seen is not None, "whoever was faster has committed"
+        return Run.from_dict(seen["run"])
     return run
 
 
@@ -246,7 +253,8 @@ def _queue_run(tx: Connection, job: Job, execution: ExecutionSpec, kind: RunKind
     queries.add(tx, tables.runs, [row])
     queries.add(tx, tables.events, [{
         "run_id": row["id"], "number": 1, "tenant": job.tenant, "type": "run.status", "created_at": now,
-        "payload": {"status": "queued", "from": None, "attempt": 0, "desired_state": "run", "stop_reason": None, "message": None},
+        "payload": {"status": "queued", "from": None, "attempt": 0, "desired_state": "run", "stop_reason": None, "message": None,
+                    "verdict": None},
     }])
     return run_of(row)
 

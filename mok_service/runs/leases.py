@@ -34,7 +34,8 @@ def claim(db: Database, now: datetime, worker: str, capacity: Capacity, *, lease
         if row is None:
             return None
         run = LockedRun(tx, row)
-        lease = Lease(run.id, run["attempt"] + 1, secrets.token_hex(16), now + timedelta(seconds=lease_seconds), lease_seconds)
+        lease = Lease(run.id, run["attempt"] + 1, secrets.token_hex(16), now + timedelta(seconds=lease_seconds), lease_seconds,
+                      run["tenant"])
         queries.add(tx, tables.attempts, [{
             "run_id": run.id, "attempt": lease.attempt, "id": new_id("att"), "tenant": run["tenant"], "worker": worker,
             "boot_id": boot_id, "claimed_at": now, "from_step": run["step"], "from_head": run["head"],

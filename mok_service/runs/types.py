@@ -120,6 +120,7 @@ class Lease:
     token: str
     expires_at: datetime
     lease_seconds: float = 30.0
+    tenant: str = "local"
 
 
 @dataclass(frozen=True, slots=True)

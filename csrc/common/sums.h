@@ -71,4 +71,12 @@ MOK_HD float row_sum(int64_t columns, const Enter &enter) {
   return tree_result(&tree);
 }
 
+// x in units of 2^-32, nearest even, for |x| <= 2^30: a term of the reported sums, which are integers so that order can't matter.
+MOK_HD int64_t fixed_point(float x) {
+  const double exact = f64::mul(static_cast<double>(x), 0x1p+32);
+  const double rounder = 0x1.8p+52;
+  const double near = f64::sub(f64::add(exact, rounder), rounder);  // right below 2^51; from 2^24 on x itself has no such bits
+  return static_cast<int64_t>(f64::absolute(exact) < 0x1p+50 ? near : exact);
+}
+
 }  // namespace mok

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-import mpmath
+import mpmath  # type: ignore[import-untyped]
 import numpy as np
 
 from tests.kernels.moe_definition import F32, ONE, fma
@@ -28,7 +28,7 @@ def number(text: str) -> np.float32:
 
 
 def canonical(x: F32) -> F32:
-    return np.where(np.isnan(x), NAN, x)
+    return np.asarray(np.where(np.isnan(x), NAN, x), np.float32)
 
 
 # ---- A.1 fp32
@@ -116,11 +116,11 @@ def silu_grad(x: F32) -> F32:
 
 
 def sqrt(x: F32) -> F32:
-    return canonical(np.sqrt(x))
+    return canonical(np.asarray(np.sqrt(x), np.float32))
 
 
 def rsqrt(x: F32) -> F32:
-    return canonical(ONE / np.sqrt(x))
+    return canonical(np.asarray(ONE / np.sqrt(x), np.float32))
 
 
 def recip(x: F32) -> F32:

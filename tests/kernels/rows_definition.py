@@ -76,8 +76,7 @@ def sum_squares(matrix: F32) -> np.float32:
         for left in range(0, matrix.shape[1], BLOCK):
             part = matrix[top : top + BLOCK, left : left + BLOCK]
             blocks.append(tree(row_sum(part, part)))
-    result: np.float32 = tree(np.stack(blocks))[()] if blocks else np.float32(0)
-    return result
+    return np.float32(tree(np.stack(blocks)) if blocks else 0)
 
 
 def adamw(weight: F32, first: F32, second: F32, grad: F32, scalars: dict[str, float]) -> tuple[F32, F32, F32]:

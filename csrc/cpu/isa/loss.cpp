@@ -10,7 +10,6 @@ namespace MOK_ISA_NS {
 namespace {
 
 namespace f32 = mok::f32;
-namespace f64 = mok::f64;
 
 constexpr int64_t kPanel = 4096;         // columns of one panel of the exponentials' sum
 constexpr float kLossLimit = 0x1p+20f;   // a loss not below it counts as not finite
@@ -43,12 +42,6 @@ float exponentials(int64_t count, const float *x, float largest, float *e) {
   return mok::tree_result(&tree);
 }
 
-// loss * 2^32 to nearest even, for |loss| < 2^20.
-int64_t fixed_point(float loss) {
-  const double sum = f64::add(f64::mul(static_cast<double>(loss), 0x1p+32), f64::kRounder);
-  return static_cast<int64_t>(f64::bits(sum) - f64::bits(f64::kRounder));
-}
-
 void ignored_row(const mok_cross_entropy_args *args, int64_t row) {
   if (args->grad_logits == nullptr) return;
   void *const gradient = mok::operand_at(args->precision, args->grad_logits, row * args->vocabulary);
@@ -67,7 +60,7 @@ bool loss_row(const mok_cross_entropy_args *args, int64_t row, int64_t *loss, fl
   const float sum = exponentials(count, x, largest, e);
   const float value = f32::sub(f32::add(largest, f32::log(sum)), x[label]);
   const bool finite = f32::absolute(value) < kLossLimit;
-  if (finite) *loss = fixed_point(value);
+  if (finite) *loss = mok::fixed_point(value);
   if (args->grad_logits == nullptr) return finite;
   const float r = f32::div(1.0f, sum);
   const float at_label = f32::fma(e[label], r, -1.0f);

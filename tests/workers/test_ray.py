@@ -17,6 +17,7 @@ from mok_workers import cluster
 from mok_workers.cluster import OBJECT_STORE_BYTES, RayCluster, temp_folder
 from mok_workers.messages import Lost, Seen
 from mok_workers.scheduler import Scheduler
+from mok_workers.supervisor import runs as runs_still
 from tests.workers.fakes import Opens, payload
 from tests.workers.world import World
 
@@ -48,7 +49,7 @@ def free_cpus() -> float:
 
 def actors() -> list[psutil.Process]:
     """The processes of our actors that run."""
-    return [p for p in psutil.Process().children(recursive=True) if p.name().startswith("ray::TrainActor") and cluster.runs(p)]
+    return [p for p in psutil.Process().children(recursive=True) if p.name().startswith("ray::TrainActor") and runs_still(p)]
 
 
 def test_a_run_completes_and_no_secret_reaches_the_worker(

@@ -21,6 +21,7 @@ from mok_workers.actor import CALLS_AT_ONCE_MAX, TrainActor
 from mok_workers.attempt import Attempt, Open
 from mok_workers.messages import RECORDS_A_REPLY_MAX, Lost, Payload, Reply, Seen
 from mok_workers.placement import NodeSize
+from mok_workers.supervisor import runs
 
 OBJECT_STORE_BYTES: Final = 100 << 20   # replies are small; Ray's own least is 75 MiB
 TEMP_LENGTH_MAX: Final = 40             # Ray adds 64 characters to reach its sockets, and AF_UNIX ends at 107
@@ -40,6 +41,8 @@ RAY_VARIABLES: Final = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_failure_threshold": "3",
+    # A driver that lost Ray's control store ends after this time, and is started anew by its supervisor.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
     # GPUs are numbered as NVML numbers them, so that a recorded UUID is that of the device used.
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
 }
@@ -92,15 +95,17 @@ class RayCluster:
     """
 
     def __init__(
-        self, folder: Path, opens: Open, *, records_max: int = RECORDS_A_REPLY_MAX, seconds_max: float = 1.0
+        self, folder: Path, opens: Open, *, logs: Path | None = None, records_max: int = RECORDS_A_REPLY_MAX,
+        seconds_max: float = 1.0,
     ) -> None:
-        """`folder`: where Ray may keep its files, if the path is short enough. An attempt answers when it has something to tell,
-        at the latest after `seconds_max`, with at most `records_max` step records."""
-        self._folder, self._opens, self._limits = folder, opens, (records_max, seconds_max)
-        self._temp: Path | None = None
+        """`folder`: where Ray may keep its files, if the path is short enough; its logs end up in `logs`.
+
+        An attempt answers when it has something to tell, at the latest after `seconds_max`, with at most `records_max` records.
+        """
+        self._folder, self._opens, self._logs, self._limits = folder, opens, logs, (records_max, seconds_max)
 
     def start(self) -> None:
-        self._temp = temp_folder(self._folder)
+        temp = temp_folder(self._folder)
         # What the process itself needs to talk to its Ray stays; all else comes back after Ray's processes have started.
         own = {**RAY_VARIABLES, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         with only_allowed_environment():
@@ -108,7 +113,7 @@ class RayCluster:
             import ray
 
             ray.init(
-                address="local", _temp_dir=str(self._temp / "r"), include_dashboard=False, log_to_driver=False,
+                address="local", _temp_dir=str(temp / "r"), include_dashboard=False, log_to_driver=False,
                 configure_logging=False, num_cpus=usable_cores(), num_gpus=len(gpus()), object_store_memory=OBJECT_STORE_BYTES,
             )
         os.environ.update(own)
@@ -151,8 +156,7 @@ class RayCluster:
         import ray
 
         ray.shutdown()
-        if self._temp is not None:
-            shutil.rmtree(self._temp, ignore_errors=True)
+        put_away(self._folder, self._logs)
 
 
 class RayHandle:
@@ -245,27 +249,35 @@ def _local_process(placement: Mapping[str, Any]) -> psutil.Process | None:
     return None
 
 
-def runs(process: psutil.Process) -> bool:
-    with suppress(psutil.Error):
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    return False
+def temp_path(wanted: Path) -> Path:
+    """Where Ray keeps its files: `wanted`, or a place in the system's temporary folder when that path is too long."""
+    if len(str(wanted / "r")) <= TEMP_LENGTH_MAX:
+        return wanted
+    name = hashlib.sha256(str(wanted).encode()).hexdigest()[:8]
+    base = Path(tempfile.gettempdir())
+    return (base if len(str(base)) <= TEMP_LENGTH_MAX - 28 else Path("/tmp")) / f"mok-ray-{os.getuid()}-{name}"
 
 
 def temp_folder(wanted: Path) -> Path:
-    """An empty folder that only this user may enter: `wanted`, or one of the system's temporary folder when its path is too long.
+    """`temp_path` as an empty folder that only this user may enter. Ray opens its own folder to everybody, so it gets one inside.
 
-    Ray opens its own folder to everybody, so it gets one inside.
+    Raises FileExistsError when somebody else has a folder of this name.
     """
-    if len(str(wanted / "r")) > TEMP_LENGTH_MAX:
-        name = hashlib.sha256(str(wanted).encode()).hexdigest()[:8]
-        base = Path(tempfile.gettempdir())
-        wanted = (base if len(str(base)) <= TEMP_LENGTH_MAX - 24 else Path("/tmp")) / f"mok-ray-{os.getuid()}-{name}"
-    shutil.rmtree(wanted, ignore_errors=True)  # what a killed service left
-    try:
-        wanted.mkdir(mode=0o700, parents=True)
-    except FileExistsError:  # somebody else's
-        wanted = Path(tempfile.mkdtemp(prefix="mok-ray-", dir=wanted.parent))
-    return wanted
+    path = temp_path(wanted)
+    shutil.rmtree(path, ignore_errors=True)  # what a killed service left
+    path.mkdir(mode=0o700, parents=True)
+    return path
+
+
+def put_away(wanted: Path, logs: Path | None) -> None:
+    """Remove Ray's files. The logs of the last session are kept in `logs`: a worker's last words are there."""
+    path = temp_path(wanted)
+    sessions = sorted(found for found in path.glob("r/session_*/logs") if not found.parent.is_symlink())
+    if logs is not None and sessions:
+        shutil.rmtree(logs, ignore_errors=True)
+        logs.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(sessions[-1], logs)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager

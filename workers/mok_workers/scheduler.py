@@ -85,11 +85,12 @@ class Scheduler:
 
     def __init__(
         self, db: Database, cluster: Cluster, settings: Settings, *, clock: Callable[[], datetime] | None = None,
-        worker: str = "local", boot_id: str = "",
+        worker: str = "local", boot_id: str = "", alone: bool = False,
     ) -> None:
+        """`alone`: there is no other scheduler on this database, so every lease of another boot is a dead one's."""
         self._db, self._cluster, self._settings = db, cluster, settings
         self._clock = clock or db.now
-        self._worker, self._boot_id = worker, boot_id
+        self._worker, self._boot_id, self._alone = worker, boot_id, alone
         self._active: list[Active] = []
         self._nodes: Sequence[NodeSize] = ()
         self._here: dict[str, Any] = hardware()
@@ -100,7 +101,8 @@ class Scheduler:
 
     def boot(self, now: datetime) -> None:
         """Before the first tick: what an earlier boot of this scheduler left running goes back to the queue; then the cluster."""
-        for run_id in runs.end_leases_of_earlier_boots(self._db, self._boot_id, now, self._worker):
+        worker = None if self._alone else self._worker
+        for run_id in runs.end_leases_of_earlier_boots(self._db, self._boot_id, now, worker):
             log.warning("%s goes on after the restart", run_id)
         self._cluster.start()
 
@@ -299,6 +301,7 @@ class Scheduler:
         """Tick until `stop` is set, then `close`. `ready` is called once the cluster is up. Raises what the cluster raises."""
         try:
             self.boot(self._clock())
+            self._report(self._clock())
             ready()
             while not stop.is_set():
                 try:

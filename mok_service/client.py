@@ -193,7 +193,7 @@ class Client:
         timeout = httpx.Timeout(SILENCE_SECONDS_MAX, connect=5.0)
         with self._http.stream("GET", f"/v1/runs/{_part(run_id)}/events", headers=headers, timeout=timeout) as response:
             self._refuse(response)
-            for name, data in parse_stream(response.iter_lines()):
+            for name, data in parse_stream(stream_lines(response.iter_bytes())):
                 if name == "end":
                     yield None
                     return
@@ -270,6 +270,15 @@ def refusal(status: int, error: Mapping[str, Any]) -> MokError:
     made = kind(message)
     made.detail = dict(detail) if isinstance(detail, Mapping) else {}
     return made
+
+
+def stream_lines(pieces: Iterable[bytes]) -> Iterator[str]:
+    """The lines of UTF-8 text that comes in pieces. Only a line feed ends a line (str.splitlines knows a dozen others)."""
+    rest = b""
+    for piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            yield line.removesuffix(b"\r").decode()
 
 
 def parse_stream(lines: Iterable[str]) -> Iterator[tuple[str, str]]:

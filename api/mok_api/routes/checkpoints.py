@@ -36,7 +36,7 @@ _FILE: Responses = {200: {"description": "The file's bytes; Repr-Digest has thei
             responses=_FILE | refusals(404, 410, 422))
 def download(db: Db, settings: Configured, run: RunId, step: StepNumber, name: FileName) -> StreamingResponse:
     """The bytes of a checkpoint's file. Only files on record are served, and never through a link."""
-    checkpoint = next((c for c in runs.checkpoints(db, run) if c.info.step == step), None)
+    checkpoint = next((c for c in runs.checkpoints(db, run) if c.info.step == int(step)), None)
     file = None if checkpoint is None else next((f for f in checkpoint.info.files if f.name == name), None)
     if checkpoint is None or file is None:
         raise NotFound(f"{run} has no file {name!r} in a checkpoint of step {step}", run=run, step=step, name=name)

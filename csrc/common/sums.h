@@ -64,7 +64,11 @@ MOK_HD float row_sum(int64_t columns, const Enter &enter) {
         lane[l] = enter(sum, c + 56);
       }
     } else {
-      for (int64_t j = 0; j < left; ++j) lane[j % kLanes] = enter(lane[j % kLanes], start + j);
+      const int64_t whole = left - left % kLanes;
+      for (int64_t j = 0; j < whole; j += kLanes) {
+        for (int64_t l = 0; l < kLanes; ++l) lane[l] = enter(lane[l], start + j + l);
+      }
+      for (int64_t j = whole; j < left; ++j) lane[j - whole] = enter(lane[j - whole], start + j);
     }
     tree_add(&tree, fold(lane));
   }

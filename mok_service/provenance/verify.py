@@ -125,7 +125,7 @@ def check(record: Mapping[str, Any], found: Mapping[int, FoundCheckpoint]) -> Fi
         return Finding("INCONCLUSIVE", f"this record can't be checked here: its type is {record.get('type')!r}", "type",
                        expected=RECORD_TYPE, got=str(record.get("type")))
     try:
-        _check_spec(record["spec"])                                                         # 2
+        _check_spec(record)                                                                 # 2
         _check_data(record["data"])                                                         # 3
         records = _check_chain(record)                                                      # 4
         _check_attempts(record)                                                             # 5
@@ -134,8 +134,8 @@ def check(record: Mapping[str, Any], found: Mapping[int, FoundCheckpoint]) -> Fi
         missing = _check_bytes(record["checkpoints"], found)                                # 8
     except Tampered as fault:
         detail = fault.detail
-        return Finding("TAMPERED", fault.message, detail.get("field"), detail.get("step"), _text(detail.get("expected")),
-                       _text(detail.get("got")))
+        return Finding("TAMPERED", fault.message, detail.get("field", "chain"), detail.get("step"),
+                       _text(detail.get("expected")), _text(detail.get("got")))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         return Finding("TAMPERED", f"the record isn't well-formed: {type(error).__name__}: {error}", "record")
     if missing:
@@ -152,16 +152,21 @@ def _expect(name: str, expected: Any, got: Any, step: int | None = None) -> None
         raise Tampered(f"{where}{name} expected {expected}, got {got}", field=name, step=step, expected=expected, got=got)
 
 
-def _check_spec(spec: Mapping[str, Any]) -> None:
+def _check_spec(record: Mapping[str, Any]) -> None:
+    spec = record["spec"]
     document = dict(spec["training_document"])
     _expect("training_digest", spec["training_digest"], str(canonical_digest(document)))
-    plain = canonical_value({**spec["training"], "model": {k: v for k, v in spec["training"]["model"].items() if k != "preset"}})
+    plain = canonical_value(spec["training"])
     plain["seed"] = str(plain["seed"])
+    document["model"] = {**document["model"], "preset": None}  # expanded while the spec was read: no part of the identity
     del document["type"]
     for name in sorted(document.keys() | plain.keys()):
         _expect(f"training.{name}", document.get(name), plain.get(name))
     _expect("submitted_digest", spec["submitted_digest"], str(document_digest("mok.submitted/v1", spec["submitted"])))
     _expect("execution_digest", spec["execution_digest"], str(document_digest("mok.execution/v1", spec["execution"])))
+    _expect("arithmetic", plain["arithmetic"], record["arithmetic"]["name"])
+    _expect("seed", plain["seed"], record["seeds"]["seed"])
+    _expect("layout", {"sequence_length": plain["sequence_length"], **plain["batch"]}, record["layout"]["logical"])
 
 
 def _check_data(data: Mapping[str, Any] | None) -> None:
@@ -183,8 +188,6 @@ def _check_chain(record: Mapping[str, Any]) -> list[StepRecord]:
         raise Tampered("step record 0 has no initial state, or there is no data manifest", field="chain", step=0)
     start = genesis(Digest.parse(record["spec"]["training_digest"]), Digest.parse(record["data"]["digest"]),
                     record["arithmetic"]["name"], state.weights)
-    _expect("arithmetic", record["spec"]["training"]["arithmetic"], record["arithmetic"]["name"])
-    _expect("seed", record["spec"]["training_document"]["seed"], record["seeds"]["seed"])
     _expect("chain.genesis", chain["genesis"], str(start))
     _expect("chain.head", chain["head"], str(check_links(records, start)))
     return records
@@ -213,6 +216,8 @@ def _check_checkpoints(checkpoints: Sequence[Mapping[str, Any]], records: Sequen
 
 def _check_end(record: Mapping[str, Any], records: Sequence[StepRecord]) -> None:
     if record["identity"]["status"] != "succeeded":
+        _expect("final", None, record["final"])
+        _expect("identity.weights", None, record["identity"]["weights"])
         return
     steps = record["spec"]["training"]["steps"]
     _expect("chain.length", steps + 1, len(records))

@@ -33,7 +33,7 @@ def append(db: Database, lease: Lease, records: Sequence[StepRecord], logs: Sequ
     """
     at = now if now is not None else db.now()
     with leased(db, lease) as run:
-        if run["status"] not in ("running", "stopping"):
+        if not _was_marked_running(run):
             raise Conflict(f"run {run.id} is {run['status']}: an attempt must be marked running before it appends", run=run.id)
         _store_logs(run, lease.attempt, logs, at)
         if run["stop_reason"] not in _CLOSED:
@@ -42,6 +42,14 @@ def append(db: Database, lease: Lease, records: Sequence[StepRecord], logs: Sequ
             for info in checkpoints:
                 _store_checkpoint(run, info, at)
         return stop_of(run)
+
+
+def _was_marked_running(run: LockedRun) -> bool:
+    """So that the environment that made the records is on file. An attempt may be told to stop before it was ready."""
+    if run["status"] != "stopping":
+        return bool(run["status"] == "running")
+    attempt = queries.attempt(run.tx, run.id, run["attempt"])
+    return attempt is not None and attempt["running_at"] is not None
 
 
 def _store_records(run: LockedRun, records: Sequence[StepRecord], now: datetime) -> None:
@@ -83,7 +91,7 @@ def _broken_link(run: LockedRun, record: StepRecord) -> tuple[str, Any, Any] | N
 
 def _genesis(run: LockedRun, record: StepRecord) -> Digest:
     job = queries.job(run.tx, run["job_id"])
-    assert job is not None and job["manifest_digest"] is not None, "mark_running writes the manifest"
+    assert job is not None and job["manifest_digest"] is not None, "mark_running has written the manifest"
     if record.state is None:
         raise Conflict(f"run {run.id}: step record 0 has no initial state", run=run.id, step=0)
     return genesis(job["training_digest"], job["manifest_digest"], job["training"]["arithmetic"], record.state.weights)

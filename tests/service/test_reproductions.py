@@ -208,4 +208,5 @@ def test_a_reproduction_can_be_reproduced(db: Database, clock: Clock) -> None:
     third = jobs.create_run(db, job.id, reproduces=second.id, now=clock.tick())
     run = succeed(db, start(db, clock), clock, records(job))
     assert (run.id, run.reproduces, run.verdict) == (third.id, second.id, "REPRODUCED")
-    assert [(v.run_id, v.compares_with) for v in runs.verifications(db, second.id)] == [(second.id, original.id), (third.id, second.id)]
+    assert [(v.run_id, v.compares_with) for v in runs.verifications(db, second.id)] == [
+        (second.id, original.id), (third.id, second.id)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import signal
 import subprocess
 import sys
 import time
@@ -17,6 +19,7 @@ from mok_service.cli.options import DATA_DIR, DataDir
 EXAMPLE: Final = Path("examples") / "tiny_moe.yaml"
 START_SECONDS_MAX: Final = 120.0
 STOP_SECONDS_MAX: Final = 40.0
+PR_SET_PDEATHSIG: Final = 1
 POLL_SECONDS: Final = 0.1
 
 
@@ -68,6 +71,7 @@ def running_service(data_dir: Path) -> Iterator[str]:
         service = subprocess.Popen(
             [sys.executable, "-m", "mok_service.cli", "serve", "--data-dir", str(data_dir), "--port", "0"],
             stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+            preexec_fn=_stop_with_parent if sys.platform == "linux" else None,
         )
     try:
         yield _wait_until_ready(service, data_dir, log)
@@ -76,13 +80,22 @@ def running_service(data_dir: Path) -> Iterator[str]:
 
 
 def stop(service: subprocess.Popen[bytes]) -> None:
-    """End the service, and whatever it started."""
+    """End the service, which ends whatever it started. A second Ctrl-C doesn't keep it from that."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     service.terminate()
     try:
         service.wait(STOP_SECONDS_MAX)
     except subprocess.TimeoutExpired:
         service.kill()
         service.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stop_with_parent() -> None:
+    """The service is told to stop when this program is killed (Linux)."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _wait_until_ready(service: subprocess.Popen[bytes], data_dir: Path, log: Path) -> str:

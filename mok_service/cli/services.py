@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from mok_service.settings import Settings
 
 Host = Annotated[str | None, typer.Option(metavar="ADDRESS", help="Address to listen on; default: MOK_HOST, else 127.0.0.1.")]
-Port = Annotated[int | None, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one; default: MOK_PORT, else 0.")]
+Port = Annotated[int | None, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one; default: MOK_PORT, else 0.")]
 
 db_app = typer.Typer(help="Look after the database.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -21,7 +21,7 @@ db_app = typer.Typer(help="Look after the database.", no_args_is_help=True, rich
 def add_to(app: typer.Typer) -> None:
     """Add these verbs to the command."""
     app.command(epilog="Example: mok serve --port 8080")(serve)
-    app.command(epilog="Example: MOK_DATABASE_URL=postgresql://mok@db/mok mok api --host 0.0.0.0 --port 8080")(api)
+    app.command(epilog="Example: MOK_DATABASE_URL=postgresql://mok@db/mok mok api --port 8080")(api)
     app.command(epilog="Example: MOK_DATABASE_URL=postgresql://mok@db/mok mok worker")(worker)
     db_app.command(epilog="Example: mok db upgrade")(upgrade)
     db_app.command(epilog="Example: mok db check")(check)
@@ -44,8 +44,11 @@ def api(host: Host = None, port: Port = None, data_dir: DataDir = DATA_DIR) -> N
     Any number of them may serve one database.
     """
     from mok_api.server import run_api
+    from mok_workers.serve import refuse_other_hosts
 
-    run_api(_settings(data_dir, host, port))
+    settings = _settings(data_dir, host, port)
+    refuse_other_hosts(settings.host)
+    run_api(settings)
 
 
 def worker(data_dir: DataDir = DATA_DIR) -> None:

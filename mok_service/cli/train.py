@@ -38,8 +38,8 @@ def train(
 ) -> None:
     """Train a job right here, without a service.
 
-    Prints the digest of the final weights. Neither device, threads, micro-batches nor stopping and resuming change that digest. Ctrl-C stops after the present
-    step, with a checkpoint if there is --out.
+    Prints the digest of the final weights, which neither device, threads, micro-batches nor stopping and resuming change.
+    Ctrl-C stops after the present step, with a checkpoint if there is --out.
     """
     from mok_service.render import StepProgress, print_json, show
 

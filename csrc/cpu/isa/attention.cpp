@@ -67,13 +67,33 @@ size_t multiply_scratch(const Products *products, int64_t m, int64_t n, int64_t 
   return product_table.rows_scratch(products->precision, m, n, k, products->tile_limit);
 }
 
-// to[j][i] = from[i][j], 8 rows at a time.
+constexpr int64_t kTurned = 16;  // rows that are turned at a time on their way out
+
+typedef float Quad __attribute__((vector_size(16)));
+
+// A square of 4 x 4: to[j][i] = from[i][j].
+inline void transpose4(const float *from, int64_t from_row, float *to, int64_t to_row) {
+  Quad x[4], pair[4];
+  for (int i = 0; i < 4; ++i) memcpy(&x[i], from + i * from_row, sizeof x[i]);
+  for (int i = 0; i < 2; ++i) {
+    pair[2 * i] = __builtin_shufflevector(x[2 * i], x[2 * i + 1], 0, 4, 1, 5);
+    pair[2 * i + 1] = __builtin_shufflevector(x[2 * i], x[2 * i + 1], 2, 6, 3, 7);
+  }
+  for (int i = 0; i < 2; ++i) {
+    x[2 * i] = __builtin_shufflevector(pair[i], pair[i + 2], 0, 1, 4, 5);
+    x[2 * i + 1] = __builtin_shufflevector(pair[i], pair[i + 2], 2, 3, 6, 7);
+  }
+  for (int i = 0; i < 4; ++i) memcpy(to + i * to_row, &x[i], sizeof x[i]);
+}
+
+// to[j][i] = from[i][j] for i < rows, j < columns.
 void transpose(int64_t rows, int64_t columns, const float *from, int64_t from_row, float *to, int64_t to_row) {
-  for (int64_t i = 0; i < rows; i += 8) {
-    const int64_t most = smaller(8, rows - i);
-    for (int64_t j = 0; j < columns; ++j) {
-      for (int64_t l = 0; l < most; ++l) to[j * to_row + i + l] = from[(i + l) * from_row + j];
-    }
+  const int64_t whole_rows = rows / 4 * 4, whole_columns = columns / 4 * 4;
+  for (int64_t i = 0; i < whole_rows; i += 4) {
+    for (int64_t j = 0; j < whole_columns; j += 4) transpose4(from + i * from_row + j, from_row, to + j * to_row + i, to_row);
+  }
+  for (int64_t i = 0; i < rows; ++i) {
+    for (int64_t j = i < whole_rows ? whole_columns : 0; j < columns; ++j) to[j * to_row + i] = from[i * from_row + j];
   }
 }
 
@@ -164,7 +184,7 @@ size_t forward_scratch(const mok_attention_forward_args *args, const AttentionBl
   const int64_t size = args->head_size, stack = smaller(blocks->queries, args->length) * (args->heads / args->kv_heads);
   const int64_t keys = smaller(blocks->keys, args->length), dots = stack * padded(args->length);
   return mok::float_bytes(dots) + rounded_bytes(args->precision, dots) + 2 * mok::float_bytes(stack) + mok::float_bytes(size * stack) +
-         mok::float_bytes(size) + larger(packed_bytes(&products, keys, size), packed_bytes(&products, stack, keys)) +
+         mok::float_bytes(kTurned * size) + larger(packed_bytes(&products, keys, size), packed_bytes(&products, stack, keys)) +
          larger(multiply_scratch(&products, stack, keys, size), multiply_scratch(&products, size, stack, keys));
 }
 
@@ -247,14 +267,20 @@ void forward_sums(const Forward *task) {
 void forward(const mok_attention_forward_args *args, const AttentionBlocks *blocks, int64_t index, mok::Scratch *scratch) {
   const Forward task = forward_task(args, blocks, index, scratch);
   const int64_t size = args->head_size;
+  float *const rows = mok::take_floats(scratch, kTurned * size);
   forward_dots(&task);
   forward_softmax(&task);
   forward_sums(&task);
-  float *const out = mok::take_floats(scratch, size);
-  for (int64_t row = 0; row < task.stack; ++row) {
-    for (int64_t i = 0; i < size; ++i) out[i] = task.sums[i * task.stack + row] * task.recips[row];
-    const int64_t token = task.token + task.first + row % task.rows, head = task.head + row / task.rows;
-    mok::store_row(args->precision, size, out, mok::operand_at(args->precision, args->out, (token * args->heads + head) * size));
+  for (int64_t first = 0; first < task.stack; first += kTurned) {
+    const int64_t count = smaller(kTurned, task.stack - first);
+    transpose(size, count, task.sums + first, task.stack, rows, size);
+    for (int64_t i = 0; i < count; ++i) {
+      float *const out = rows + i * size;
+      const float recip = task.recips[first + i];
+      for (int64_t j = 0; j < size; ++j) out[j] = out[j] * recip;
+      const int64_t row = first + i, token = task.token + task.first + row % task.rows, head = task.head + row / task.rows;
+      mok::store_row(args->precision, size, out, mok::operand_at(args->precision, args->out, (token * args->heads + head) * size));
+    }
   }
 }
 
@@ -269,7 +295,7 @@ struct Backward {
   void *probabilities, *dot_gradients;  // op(P) and dS as operands
   float *grad_q;                        // dQ of the tile, transposed [head_size, rows]
   float *grad_k, *grad_v;               // transposed [head_size, keys], carried over the queries
-  float *row, *other_row;               // [head_size]
+  float *rows_room, *other_room;        // [kTurned, head_size]
   unsigned char *packed_k, *packed_v, *packed;
 };
 
@@ -282,7 +308,7 @@ int64_t query_offset(const Backward *task, int64_t head, int64_t query) {
 size_t backward_scratch(const mok_attention_backward_args *args, const AttentionBlocks *blocks) {
   const Products products = products_of(args->precision, blocks->tile_limit, nullptr);
   const int64_t rows = smaller(blocks->queries, args->length), keys = smaller(blocks->keys, args->length), size = args->head_size;
-  return mok::float_bytes(args->heads / args->kv_heads * args->length) + 2 * mok::float_bytes(size) + 2 * mok::float_bytes(rows * keys) +
+  return mok::float_bytes(args->heads / args->kv_heads * args->length) + 2 * mok::float_bytes(kTurned * size) + 2 * mok::float_bytes(rows * keys) +
          2 * rounded_bytes(args->precision, rows * keys) + mok::float_bytes(size * rows) + 2 * mok::float_bytes(size * keys) +
          2 * packed_bytes(&products, keys, size) + larger(packed_bytes(&products, rows, keys), packed_bytes(&products, keys, rows)) +
          largest(multiply_scratch(&products, rows, keys, size), multiply_scratch(&products, size, rows, keys),
@@ -296,8 +322,8 @@ void row_deltas(const Backward *task, int64_t first_head, int64_t heads) {
   for (int64_t h = 0; h < heads; ++h) {
     for (int64_t i = 0; i < args->length; ++i) {
       const int64_t offset = query_offset(task, first_head + h, i);
-      const float *const gradient = mok::widen_row(args->precision, size, mok::operand_at(args->precision, args->grad_out, offset), task->row);
-      const float *const out = mok::widen_row(args->precision, size, mok::operand_at(args->precision, args->out, offset), task->other_row);
+      const float *const gradient = mok::widen_row(args->precision, size, mok::operand_at(args->precision, args->grad_out, offset), task->rows_room);
+      const float *const out = mok::widen_row(args->precision, size, mok::operand_at(args->precision, args->out, offset), task->other_room);
       task->delta[h * args->length + i] = mok::row_sum(size, [=](float lane, int64_t j) { return mok::f32::fma(gradient[j], out[j], lane); });
     }
   }
@@ -349,13 +375,17 @@ void tile_backward(const Backward *task, int64_t head, int64_t query, int64_t ro
 void store_key_gradients(const Backward *task, int64_t key, int64_t keys) {
   const mok_attention_backward_args *const args = task->args;
   const int64_t size = args->head_size;
-  float *const row = task->row;
-  for (int64_t j = 0; j < keys; ++j) {
-    const int64_t token = task->token + key + j;
-    float *const grad_k = args->grad_k + (token * args->kv_heads + task->kv_head) * size;
-    for (int64_t i = 0; i < size; ++i) grad_k[i] = mok::f32::canonical(args->scale * task->grad_k[i * task->keys + j]);
-    for (int64_t i = 0; i < size; ++i) row[i] = task->grad_v[i * task->keys + j];
-    mok::store_row(args->precision, size, row, mok::operand_at(args->precision, args->grad_v, token * args->ld_grad_v + task->kv_head * size));
+  for (int64_t first = 0; first < keys; first += kTurned) {
+    const int64_t count = smaller(kTurned, keys - first);
+    transpose(size, count, task->grad_k + first, task->keys, task->rows_room, size);
+    transpose(size, count, task->grad_v + first, task->keys, task->other_room, size);
+    for (int64_t j = 0; j < count; ++j) {
+      const int64_t token = task->token + key + first + j;
+      float *const grad_k = args->grad_k + (token * args->kv_heads + task->kv_head) * size;
+      for (int64_t i = 0; i < size; ++i) grad_k[i] = mok::f32::canonical(args->scale * task->rows_room[j * size + i]);
+      void *const grad_v = mok::operand_at(args->precision, args->grad_v, token * args->ld_grad_v + task->kv_head * size);
+      mok::store_row(args->precision, size, task->other_room + j * size, grad_v);
+    }
   }
 }
 
@@ -376,8 +406,8 @@ Backward backward_task(const mok_attention_backward_args *args, const AttentionB
   task.grad_q = mok::take_floats(scratch, size * task.rows);
   task.grad_k = mok::take_floats(scratch, size * task.keys);
   task.grad_v = mok::take_floats(scratch, size * task.keys);
-  task.row = mok::take_floats(scratch, size);
-  task.other_row = mok::take_floats(scratch, size);
+  task.rows_room = mok::take_floats(scratch, kTurned * size);
+  task.other_room = mok::take_floats(scratch, kTurned * size);
   const size_t of_keys = packed_bytes(&task.products, task.keys, size);
   const size_t of_tiles = larger(packed_bytes(&task.products, task.rows, task.keys), packed_bytes(&task.products, task.keys, task.rows));
   task.packed_k = static_cast<unsigned char *>(mok::scratch_take(scratch, of_keys));

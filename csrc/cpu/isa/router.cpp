@@ -9,14 +9,10 @@
 namespace MOK_ISA_NS {
 namespace {
 
-// x in units of 2^-32, nearest even; more than 2^30 counts as 2^30, a NaN as 0 (docs/arithmetic.md 10.6).
-int64_t fixed_point(float x) {
-  const double rounder = 0x1.8p52;
-  const double exact = static_cast<double>(x == x ? x : 0.0f) * 0x1p32;
-  const double high = exact < 0x1p62 ? exact : 0x1p62;
-  const double value = high > -0x1p62 ? high : -0x1p62;
-  const double near = (value + rounder) - rounder;  // the nearest integer, below 2^51; from 2^24 on value is an integer itself
-  return static_cast<int64_t>(value < 0x1p50 && value > -0x1p50 ? near : value);
+// The fixed-point term of a reported sum: 2^30 at most, a NaN counts as 0 (docs/arithmetic.md 10.6).
+int64_t sum_term(float x) {
+  const float high = x < 0x1p30f ? x : 0x1p30f, limited = high > -0x1p30f ? high : -0x1p30f;
+  return mok::fixed_point(x == x ? limited : 0.0f);
 }
 
 bool all_finite(int64_t count, const float *x) {
@@ -126,9 +122,9 @@ void sums(const mok_router_sums_args *args, int64_t begin, int64_t end, int64_t 
   for (int64_t t = begin; t < end; ++t) {
     if (args->token_mask[t] == 0) continue;
     const float *const p = args->probabilities + t * args->experts;
-    for (int64_t e = 0; e < args->experts; ++e) probability_sum[e] += fixed_point(p[e]);
+    for (int64_t e = 0; e < args->experts; ++e) probability_sum[e] += sum_term(p[e]);
     const float lse = args->log_sum_exp[t];
-    *z_sum += fixed_point(lse * lse);
+    *z_sum += sum_term(lse * lse);
   }
 }
 

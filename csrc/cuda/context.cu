@@ -1,6 +1,7 @@
 #include "cuda/context.h"
 
 
+#include <memory>
 #include <mutex>
 #include <vector>
 
@@ -74,12 +75,16 @@ mok_status create(const mok_context_options &options, mok_context **out) {
   MOK_TRY(check_architecture(properties));
   PFN_cuTensorMapEncodeTiled_v12000 encode = nullptr;
   MOK_TRY(find_tensor_map_encoder(&encode));
-  mok_context context{options.device, properties.multiProcessorCount, options.tile_limit, static_cast<cudaStream_t>(options.stream), encode, ""};
+  mok_context context{options.device, properties.multiProcessorCount, options.tile_limit, static_cast<cudaStream_t>(options.stream), encode,
+                      nullptr, ""};
   context.info = "{\"backend\": \"cuda\", \"device\": " + std::to_string(options.device) + ", \"name\": \"" +
                  json_escaped(properties.name) + "\", \"compute_capability\": \"" + std::to_string(properties.major) + "." +
                  std::to_string(properties.minor) + "\", \"multiprocessors\": " + std::to_string(properties.multiProcessorCount) + "}";
   MOK_TRY(probe_once(&context));
-  *out = new mok_context(context);
+  auto created = std::make_unique<mok_context>(context);
+  MOK_CUDA(cudaHostAlloc(reinterpret_cast<void **>(&created->fault), sizeof(Fault), cudaHostAllocMapped));
+  *created->fault = Fault{};
+  *out = created.release();
   return MOK_OK;
 }
 
@@ -89,6 +94,14 @@ mok_status fail_cuda(cudaError_t error, const char *expression, const char *file
   cudaGetLastError();  // an error that is not sticky is reported once
   const mok_status status = error == cudaErrorMemoryAllocation ? MOK_OUT_OF_MEMORY : MOK_DEVICE;
   return fail(status, file, line, "%s: %s (%s)", expression, cudaGetErrorName(error), cudaGetErrorString(error));
+}
+
+mok_status check_fault(const mok_context *context) noexcept {
+  const volatile Fault *fault = context->fault;
+  const auto kind = static_cast<FaultKind>(fault->kind);
+  if (kind == FaultKind::kNone) return MOK_OK;
+  MOK_FAIL(MOK_INVALID, "an earlier call of this context met %s[%" PRId64 "] = %" PRId64 "; allowed: %" PRId64 " to %" PRId64, fault_name(kind),
+           fault->index, fault->value, fault->least, fault->most);
 }
 
 }  // namespace mok::cuda
@@ -120,7 +133,13 @@ MOK_API mok_status mok_context_create(const mok_context_options *options, mok_co
   }
 }
 
-MOK_API void mok_context_destroy(mok_context *context) { delete context; }
+MOK_API void mok_context_destroy(mok_context *context) {
+  if (context == nullptr) return;
+  const mok::cuda::DeviceGuard guard(context->device);
+  cudaStreamSynchronize(context->stream);  // kernels may still write a fault
+  cudaFreeHost(context->fault);
+  delete context;
+}
 
 MOK_API const char *mok_context_info(mok_context *context) { return context == nullptr ? "{}" : context->info.c_str(); }
 

@@ -10,7 +10,8 @@
 //   }
 //
 // Entries enqueue on the context's stream and never wait for the device. Whatever a kernel needs besides its arguments is taken with
-// Scratch (stream-ordered, so it can be captured in a graph).
+// Scratch (stream-ordered, so it can be captured in a graph). What the host can't check, since it is device data (ids, labels, rows), a
+// kernel checks: it skips the value and records a fault, which every later call of the context returns as MOK_INVALID.
 #pragma once
 
 #include <cuda.h>
@@ -23,6 +24,7 @@
 #include <string>
 
 #include "cpu/error.h"
+#include "cuda/fault.cuh"
 #include "mok.h"
 
 struct mok_context {
@@ -31,7 +33,8 @@ struct mok_context {
   int tile;  // tests: > 0 takes only this row of the table of tiles in product.cu (mok_context_options.tile_limit); 0: the best
   cudaStream_t stream;
   PFN_cuTensorMapEncodeTiled_v12000 encode_tensor_map;  // of the driver, found at run time: the library links no libcuda
-  std::string info;                              // JSON of mok_context_info()
+  mok::cuda::Fault *fault;                              // pinned host memory that kernels can write
+  std::string info;                                     // JSON of mok_context_info()
 };
 
 namespace mok::cuda {
@@ -64,6 +67,9 @@ class DeviceGuard {
 // Records a CUDA error for mok_last_error() with the expression that met it.
 mok_status fail_cuda(cudaError_t error, const char *expression, const char *file, int line) noexcept;
 
+// MOK_INVALID with its numbers if a kernel of this context has recorded a fault.
+mok_status check_fault(const mok_context *context) noexcept;
+
 }  // namespace mok::cuda
 
 #define MOK_CUDA(expression)                                                                      \
@@ -84,6 +90,7 @@ mok_status enter(const char *name, mok_context *context, const void *args, const
   set_entry(name);
   MOK_REQUIRE(context != nullptr, "context is NULL; allowed: one from mok_context_create");
   MOK_REQUIRE(args != nullptr, "args is NULL; allowed: a pointer to the argument struct");
+  MOK_TRY(check_fault(context));
   const DeviceGuard guard(context->device);
   MOK_CUDA(guard.error);
   try {

@@ -77,9 +77,9 @@ mok_status encode_map(const mok_context &context, const Matrices &matrices, int6
   return MOK_OK;
 }
 
-ProductOperand operand(const Matrices &matrices, const int32_t *rows) {
+ProductOperand operand(const Matrices &matrices, const int32_t *rows, int32_t share) {
   return ProductOperand{static_cast<const uint16_t *>(matrices.base), matrices.pitch, matrices.groups == 1 ? 0 : matrices.group_elements, rows,
-                        matrices.aligned() ? 1 : 0};
+                        share, matrices.aligned() ? 1 : 0};
 }
 
 // One product of any form: operands as stored, the majorness that follows, outputs of `matrices` times m x n on average.
@@ -88,6 +88,7 @@ struct ProductCall {
   Matrices a, b;
   const int32_t *a_rows, *b_rows;
   bool a_mn, b_mn;
+  int32_t b_share;
   ProductOutput out;
   int64_t matrices, rows_each;  // for the choice of a tile
 };
@@ -111,7 +112,7 @@ mok_status run_bf16(const mok_context &context, const ProductCall &call) {
                             ? kSmallest
                             : choose_tile(context, call.matrices, call.rows_each, call.shape.n, loading != Loading::kEngine);
   ProductLaunch launch = {};
-  launch.arguments = ProductArguments{call.shape, operand(call.a, call.a_rows), operand(call.b, call.b_rows), call.out};
+  launch.arguments = ProductArguments{call.shape, operand(call.a, call.a_rows, 1), operand(call.b, call.b_rows, call.b_share), call.out};
   launch.tiles = tiles_of(tile, call.matrices, call.rows_each, call.shape.n);
   if (call.shape.form == ProductForm::kByRows) {  // the runs are known on the device only
     launch.tiles = (divide_up<int64_t>(call.shape.m, tile.m * tile.cluster) + call.shape.groups) * divide_up<int64_t>(call.shape.n, tile.n);
@@ -136,9 +137,11 @@ mok_status run(const mok_context &context, int32_t precision, const ProductCall 
                             static_cast<const float *>(call.b.base),
                             call.a.pitch,
                             call.b.pitch,
+                            call.a.groups == 1 ? 0 : call.a.group_elements,
                             call.b.groups == 1 ? 0 : call.b.group_elements,
                             call.a_rows,
                             call.b_rows,
+                            call.b_share,
                             aligned_fp32(call.a),
                             aligned_fp32(call.b),
                             call.out};
@@ -177,20 +180,8 @@ mok_status dense(mok_context *context, const mok_product_args *args) {
   MOK_REQUIRE_POINTER(args->b, args->n * args->k);
   MOK_REQUIRE_POINTER(args->c, args->m * args->n);
   if (args->m == 0 || args->n == 0) return MOK_OK;
-  const auto m = static_cast<int32_t>(args->m);
-  const auto n = static_cast<int32_t>(args->n);
-  const auto k = static_cast<int32_t>(args->k);
-  ProductCall call = {};
-  call.shape = ProductShape{ProductForm::kDense, 1, m, n, k, nullptr};
-  call.a = Matrices{args->a, args->trans_a ? args->k : args->m, a_columns, args->lda, 1, 0};
-  call.b = Matrices{args->b, args->trans_b ? args->n : args->k, b_columns, args->ldb, 1, 0};
-  call.a_mn = args->trans_a != 0;
-  call.b_mn = args->trans_b == 0;
-  call.out = ProductOutput{args->c, args->initial, args->addend, args->ldc, 0, args->out_bf16, 0};
-  call.out.vectors = output_vectors(call.out);
-  call.matrices = 1;
-  call.rows_each = args->m;
-  return run(*context, args->precision, call);
+  return run_batched(*context, BatchedProduct{args->precision, args->out_bf16, args->trans_a != 0, args->trans_b != 0, args->m, args->n, args->k,
+                                              args->lda, args->ldb, args->ldc, args->a, args->b, args->c, args->initial, args->addend, 1, 0, 0, 0, 1});
 }
 
 mok_status check_grouped(const mok_grouped_product_args *args) {
@@ -223,6 +214,7 @@ mok_status by_rows(mok_context *context, const mok_grouped_product_args *args) {
   call.a_rows = args->a_rows;
   call.b_mn = args->trans_b == 0;
   call.out = ProductOutput{args->c, nullptr, nullptr, args->n, 0, args->out_bf16, 0};
+  call.b_share = 1;
   call.out.vectors = output_vectors(call.out);
   call.matrices = args->groups;
   call.rows_each = divide_up<int64_t>(args->m, args->groups);
@@ -248,6 +240,7 @@ mok_status by_depth(mok_context *context, const mok_grouped_product_args *args) 
   call.a_mn = true;
   call.b_mn = true;
   call.out = ProductOutput{args->c, args->initial, nullptr, args->n, args->m * args->n, 0, 0};
+  call.b_share = 1;
   call.out.vectors = output_vectors(call.out);
   call.matrices = args->groups;
   call.rows_each = args->m;
@@ -255,6 +248,24 @@ mok_status by_depth(mok_context *context, const mok_grouped_product_args *args) 
 }
 
 }  // namespace
+
+mok_status run_batched(const mok_context &context, const BatchedProduct &p) {
+  if (p.m == 0 || p.n == 0 || p.batch == 0) return MOK_OK;
+  ProductCall call = {};
+  call.shape = ProductShape{ProductForm::kDense, static_cast<int32_t>(p.batch), static_cast<int32_t>(p.m), static_cast<int32_t>(p.n),
+                            static_cast<int32_t>(p.k), nullptr};
+  call.a = Matrices{p.a, p.trans_a ? p.k : p.m, p.trans_a ? p.m : p.k, p.lda, p.batch, p.a_step};
+  call.b = Matrices{p.b, p.trans_b ? p.n : p.k, p.trans_b ? p.k : p.n, p.ldb, divide_up(p.batch, p.b_share), p.b_step};
+  call.a_mn = p.trans_a;
+  call.b_mn = !p.trans_b;
+  call.b_share = static_cast<int32_t>(p.b_share);
+  call.out = ProductOutput{p.c, p.initial, p.addend, p.ldc, p.c_step, p.out_bf16, 0};
+  call.out.vectors = output_vectors(call.out);
+  call.matrices = p.batch;
+  call.rows_each = p.m;
+  return run(context, p.precision, call);
+}
+
 }  // namespace mok::cuda
 
 extern "C" {

@@ -13,8 +13,14 @@ struct ProductOperand {
   int64_t pitch;           // elements between rows
   int64_t group_elements;  // from one group's matrix to the next
   const int32_t *rows;     // gathered rows, or NULL
+  int32_t share;           // neighbouring output matrices of a batch that read the same matrix
   int32_t aligned;         // every row starts at a multiple of 16 bytes
 };
+
+// Matrix of an operand that output matrix (or run) `group` reads: group / share of a batch, the run's B by rows, the only one by depth.
+__host__ __device__ constexpr int32_t operand_matrix(ProductForm form, bool is_b, int32_t group, int32_t share) {
+  return form == ProductForm::kDense ? group / share : form == ProductForm::kByRows && is_b ? group : 0;
+}
 
 struct ProductArguments {
   ProductShape shape;
@@ -47,11 +53,26 @@ constexpr int kTileKinds = 5;  // rows of the table of tiles in product.cu
 struct ProductFp32 {
   ProductShape shape;
   const float *a, *b;
-  int64_t a_pitch, b_pitch, b_group_elements;
+  int64_t a_pitch, b_pitch, a_group_elements, b_group_elements;
   const int32_t *a_rows, *b_rows;
+  int32_t b_share;
   int32_t a_aligned, b_aligned;
   ProductOutput out;
 };
 mok_status launch_product_fp32(const mok_context &, const ProductFp32 &, bool a_mn, bool b_mn);
+
+// A batch of products of one shape: matrix i of an operand starts i * step elements after its base (b: i / b_share). What mok_product
+// calls with a batch of one, and what attention calls for its heads.
+struct BatchedProduct {
+  int32_t precision, out_bf16;
+  bool trans_a, trans_b;
+  int64_t m, n, k, lda, ldb, ldc;
+  const void *a, *b;
+  void *c;
+  const float *initial, *addend;
+  int64_t batch, a_step, b_step, c_step;
+  int64_t b_share;
+};
+mok_status run_batched(const mok_context &, const BatchedProduct &);
 
 }  // namespace mok::cuda

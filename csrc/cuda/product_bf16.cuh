@@ -39,19 +39,20 @@ __device__ __forceinline__ void product_producer(const StageRing<Tile> &ring,
   RingPosition<Tile::kStages> at;
   for (int32_t tile = blockIdx.x / Tile::kCluster; tile < schedule.count(); tile += gridDim.x / Tile::kCluster) {
     const ProductWork work = schedule.at(tile, rank);
-    // Grouped by rows, A is one matrix and B is a group's; by depth both are one matrix, cut along k.
-    const int32_t b_group = arguments.shape.form == ProductForm::kByRows ? work.group : 0;
+    const ProductForm form = arguments.shape.form;
+    const int32_t a_matrix = operand_matrix(form, false, work.group, arguments.a.share);
+    const int32_t b_matrix = operand_matrix(form, true, work.group, arguments.b.share);
     typename Loaders::A load_a;
     typename Loaders::B load_b;
     if constexpr (Loaders::kEngineA) {
-      load_a = {map_a, work.row, 0};
+      load_a = {map_a, work.row, a_matrix};
     } else {
-      load_a = row_loader<A_MN, Tile::kM>(arguments.a, 0, work.row, work.row_end);
+      load_a = row_loader<A_MN, Tile::kM>(arguments.a, a_matrix, work.row, work.row_end);
     }
     if constexpr (Loaders::kEngineB) {
-      load_b = {map_b, work.column, b_group};
+      load_b = {map_b, work.column, b_matrix};
     } else {
-      load_b = row_loader<B_MN, Tile::kN>(arguments.b, b_group, work.column, arguments.shape.n);
+      load_b = row_loader<B_MN, Tile::kN>(arguments.b, b_matrix, work.column, arguments.shape.n);
     }
     produce(ring, at, work.k, work.k_end, load_a, load_b);
   }

@@ -185,10 +185,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 512 / Tile::kThreads)
   const int32_t column_in_tile = warp % Tile::kWarpsN * 64 + lane % 8 * 4;
   for (int32_t tile = blockIdx.x; tile < schedule.count(); tile += gridDim.x) {
     const ProductWork work = schedule.at(tile, 0);
-    const int32_t b_group = product.shape.form == ProductForm::kByRows ? work.group : 0;
-    SliceLoader<A_MN, Tile::kM, Tile::kThreads> load_a(product.a, product.a_pitch, product.a_rows, product.a_aligned != 0, work.row,
+    const int64_t a_matrix = operand_matrix(product.shape.form, false, work.group, 1);
+    const int64_t b_matrix = operand_matrix(product.shape.form, true, work.group, product.b_share);
+    SliceLoader<A_MN, Tile::kM, Tile::kThreads> load_a(product.a + a_matrix * product.a_group_elements, product.a_pitch, product.a_rows, product.a_aligned != 0, work.row,
                                                        work.row_end);
-    SliceLoader<B_MN, Tile::kN, Tile::kThreads> load_b(product.b + b_group * product.b_group_elements, product.b_pitch, product.b_rows,
+    SliceLoader<B_MN, Tile::kN, Tile::kThreads> load_b(product.b + b_matrix * product.b_group_elements, product.b_pitch, product.b_rows,
                                                        product.b_aligned != 0, work.column, product.shape.n);
     float acc[8][8];
     load_initial(acc, product.out, work, work.row + row_in_tile, work.column + column_in_tile, product.shape.n);

@@ -11,14 +11,14 @@ namespace mok::cuda {
 constexpr int kGroupsMax = 1024;  // of a grouped product by rows: their tile counts lie in shared memory
 
 enum class ProductForm : int32_t {
-  kDense,    // C[m, n]
+  kDense,    // C[m, n], one or several of them
   kByRows,   // C rows cut into runs, one B a run
   kByDepth,  // one C a run, k = the run's rows
 };
 
 struct ProductShape {
   ProductForm form;
-  int32_t groups;              // 1 for kDense
+  int32_t groups;              // kDense: matrices of a batch
   int32_t m, n, k;             // kByRows: m = capacity of rows; kByDepth: k = capacity of rows
   const int32_t *row_offsets;  // [groups + 1] on the device, or NULL for kDense
 };

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import time
@@ -29,16 +30,22 @@ _COLOURS = {
 }
 
 CHANGES_MAX: Final = 20    # of one kind, before the rest is counted
-PIPE_WIDTH: Final = 240    # nothing is cut off where no terminal says how wide it is
+PIPE_WIDTH: Final = 1000
 ID_WIDTH: Final = len("run_") + 32
 
-console = Console(highlight=False)
 
 
 def show(*what: Any) -> None:
-    """Print text or tables on stdout."""
+    """Print text or tables on stdout; nothing is cut off where that is no terminal."""
     text = all(isinstance(part, str | Text) for part in what)
-    console.print(*what, width=None if console.is_terminal else PIPE_WIDTH, soft_wrap=text, markup=False)
+    if sys.stdout.isatty():
+        Console(highlight=False).print(*what, soft_wrap=text, markup=False)
+        return
+    wide = Console(highlight=False, file=io.StringIO(), width=PIPE_WIDTH)
+    with wide.capture() as capture:
+        wide.print(*what, soft_wrap=text, markup=False)
+    sys.stdout.write("".join(line.rstrip() + "\n" for line in capture.get().splitlines()))
+    sys.stdout.flush()
 
 
 def print_json(value: Any) -> None:
@@ -160,11 +167,11 @@ class StepProgress(AbstractContextManager["StepProgress"]):
     def __init__(self, label: str, steps: int, *, quiet: bool = False) -> None:
         self._steps = steps
         self._recent: list[tuple[float, int]] = []
-        self._quiet, self._lines = quiet, not console.is_terminal
+        self._quiet, self._lines = quiet, not sys.stdout.isatty()
         self._said_at = 0.0
         self._bar = Progress(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[told]}"),
-            console=console, disable=quiet or self._lines,
+            console=Console(highlight=False), disable=quiet or self._lines,
         )
         self._task = self._bar.add_task(label, total=steps, told="")
         self._label = label

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from mok_service.settings import Settings
 
 Host = Annotated[str | None, typer.Option(metavar="ADDRESS", help="Address to listen on; default: MOK_HOST, else 127.0.0.1.")]
-Port = Annotated[int | None, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one; default: MOK_PORT, else 0.")]
+Port = Annotated[int | None, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one; default: MOK_PORT or 0.")]
 
 db_app = typer.Typer(help="Look after the database.", no_args_is_help=True, rich_markup_mode=None)
 

@@ -30,10 +30,9 @@ def run(api: httpx.Client) -> str:
 
 def stream(service: Service, run: str, **headers: str) -> list[tuple[str, dict[str, Any]]]:
     """(event, data) of a whole stream."""
-    with httpx.Client(base_url=service.url, timeout=30) as client:
-        with client.stream("GET", f"/v1/runs/{run}/events", headers=STREAM | headers) as answer:
-            assert answer.headers["Content-Type"].startswith("text/event-stream")
-            return [(name, json.loads(data)) for name, data in parse_stream(stream_lines(answer.iter_bytes()))]
+    with httpx.stream("GET", f"{service.url}/v1/runs/{run}/events", headers=STREAM | headers, timeout=30) as answer:
+        assert answer.headers["Content-Type"].startswith("text/event-stream")
+        return [(name, json.loads(data)) for name, data in parse_stream(stream_lines(answer.iter_bytes()))]
 
 
 def test_a_stream_tells_everything_and_ends(service: Service, api: httpx.Client, worker: Worker, run: str) -> None:
@@ -90,10 +89,8 @@ class BreakingStream:
 
 
 def test_a_silent_stream_shows_signs_of_life(service: Service, run: str) -> None:
-    with httpx.Client(base_url=service.url, timeout=30) as client:
-        with client.stream("GET", f"/v1/runs/{run}/events", headers=STREAM) as answer:
-            lines = answer.iter_lines()
-            assert next(line for line in lines if line.startswith(":")) == ": still here"
+    with httpx.stream("GET", f"{service.url}/v1/runs/{run}/events", headers=STREAM, timeout=30) as answer:
+        assert next(line for line in answer.iter_lines() if line.startswith(":")) == ": still here"
 
 
 def test_text_in_an_event_cannot_end_it(service: Service, worker: Worker, run: str) -> None:
@@ -121,9 +118,9 @@ def test_a_stream_that_cannot_be_taken_up_again_is_reported() -> None:
         return httpx.Response(200, text='data: {"number": 1}\n\ndata: {"number": 2}\n\ndata: {"num')
 
     seen: list[int] = []
-    with Client("http://127.0.0.1:1", transport=httpx.MockTransport(answer), retry_seconds=(0.0, 0.0)) as client:
-        with pytest.raises(ServiceUnreachable, match=r"broke off after event 2: gone"):
-            seen.extend(event["number"] for event in client.events("run_x"))
+    client = Client("http://127.0.0.1:1", transport=httpx.MockTransport(answer), retry_seconds=(0.0, 0.0))
+    with client, pytest.raises(ServiceUnreachable, match=r"broke off after event 2: gone"):
+        seen.extend(event["number"] for event in client.events("run_x"))
     assert seen == [1, 2] and asked == ["0", "2", "2"]
 
 

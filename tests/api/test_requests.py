@@ -19,7 +19,8 @@ JSON = {"Content-Type": "application/json"}
 POSTS = ("/v1/jobs", "/v1/jobs/validate", "/v1/jobs/job_0198c0de5e1f7000800000000000c0de/runs", "/v1/verifications")
 BODIES: dict[str, bytes] = {
     "empty": b"", "not json": b"{", "a list": b"[]", "null": b"null", "a number": b"1e400", "nan": b"NaN",
-    "duplicate keys": b'{"training": {}, "training": {}}', "not utf-8": b'{"training": "\xff"}', "utf-16": '{"a": 1}'.encode("utf-16"),
+    "duplicate keys": b'{"training": {}, "training": {}}', "not utf-8": b'{"training": "\xff"}',
+    "utf-16": '{"a": 1}'.encode("utf-16"),
     "deep": b"[" * 100_000, "deep object": b'{"a":' * 5000, "long integer": b'{"training": ' + b"9" * 100_000 + b"}",
     "lone surrogate": b'{"training": {"name": "\\ud800"}}', "nul": b'{"training": {"name": "a\\u0000b"}}',
     "infinite lr": b'{"training": {"optimizer": {"lr": Infinity}}}', "huge lr": b'{"training": {"optimizer": {"lr": 1e400}}}',
@@ -52,8 +53,8 @@ def test_a_body_of_two_mebibytes_is_refused(api: httpx.Client, path: str) -> Non
 
 @pytest.mark.parametrize("path", POSTS)
 @pytest.mark.parametrize("media_type", [
-    None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "application/json; charset=utf-16",
-    "application/jsonp", "text/json", "",
+    None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x",
+    "application/json; charset=utf-16", "application/jsonp", "text/json", "",
 ])
 def test_only_json_is_read(api: httpx.Client, path: str, media_type: str | None) -> None:
     """A page of another site can send the others without being asked."""
@@ -71,8 +72,8 @@ def test_json_in_utf_8_by_name_is_read(api: httpx.Client) -> None:
 @pytest.mark.parametrize("path", [
     "/v1/runs?limit=0", "/v1/runs?limit=201", "/v1/runs?limit=x", "/v1/runs?limit=1e400", "/v1/runs?limit=" + "9" * 5000,
     "/v1/runs?status=no", "/v1/runs?cursor=x", "/v1/runs?cursor=%00", "/v1/runs?cursor=" + "a" * 501, "/v1/runs?digest=sha256:x",
-    "/v1/runs?digest=%ff", "/v1/jobs?name=%00", "/v1/jobs?name=a%0ab", "/v1/jobs?nam=x", "/v1/jobs?name=a&name=b", "/v1/runs?job=%00",
-    "/v1/jobs?cursor=MjAyNg", "/v1/digests/x", "/v1/digests/sha256:%00",
+    "/v1/runs?digest=%ff", "/v1/jobs?name=%00", "/v1/jobs?name=a%0ab", "/v1/jobs?nam=x", "/v1/jobs?name=a&name=b",
+    "/v1/runs?job=%00", "/v1/jobs?cursor=MjAyNg", "/v1/digests/x", "/v1/digests/sha256:%00",
 ])
 def test_a_bad_parameter_is_refused(api: httpx.Client, path: str) -> None:
     answer = api.get(path)
@@ -131,7 +132,9 @@ def test_a_new_run_with_an_unknown_key_names_the_nearest(api: httpx.Client) -> N
 class TestOtherSites:
     """A page of another site must not be able to use a service on this machine."""
 
-    @pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "localhost.evil.example", "[::2]", ""])
+    @pytest.mark.parametrize("host", [
+        "evil.example", "evil.example:80", "127.0.0.1.evil.example", "localhost.evil.example", "[::2]", "",
+    ])
     def test_a_foreign_host_is_refused(self, api: httpx.Client, host: str) -> None:
         for method, path in (("GET", "/v1/runs"), ("POST", "/v1/jobs"), ("GET", "/"), ("GET", "/healthz")):
             answer = api.request(method, path, headers={"Host": host})

@@ -148,7 +148,9 @@ class TestCheck:
         (self.checkpoint(service, run["id"]) / "model.safetensors").unlink()
         assert self.verdict(api, run["id"])["verdict"] == "TAMPERED"
 
-    def test_a_deleted_checkpoint_is_no_fault(self, api: httpx.Client, service: Service, worker: Worker, run: dict[str, Any]) -> None:
+    def test_a_deleted_checkpoint_is_no_fault(
+        self, api: httpx.Client, service: Service, worker: Worker, run: dict[str, Any]
+    ) -> None:
         worker.work()
         runs.checkpoint_deleted(service.db, run["id"], 2)
         assert self.verdict(api, run["id"])["verdict"] == "INTACT"

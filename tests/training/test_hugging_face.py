@@ -47,7 +47,13 @@ def theirs(kind: str) -> tuple[Any, dict[str, Any]]:
         config = transformers.OlmoeConfig(
             **SIZES, num_key_value_heads=4, num_experts=4, intermediate_size=48, norm_topk_prob=False, rms_norm_eps=1e-5
         )
-        ours = {"kv_heads": 4, "expert_intermediate_size": 48, "qk_norm": "full", "renormalise_top_k": False, "norm_epsilon": 1e-5}
+        ours = {
+            "kv_heads": 4,
+            "expert_intermediate_size": 48,
+            "qk_norm": "full",
+            "renormalise_top_k": False,
+            "norm_epsilon": 1e-5,
+        }
         model = transformers.OlmoeForCausalLM(config)
     else:
         config = transformers.MixtralConfig(
@@ -66,7 +72,9 @@ def theirs(kind: str) -> tuple[Any, dict[str, Any]]:
 def test_their_checkpoints_here(kind: str, tmp_path: Path) -> None:
     model, keys = theirs(kind)
     model.save_pretrained(tmp_path)
-    spec = job(model=keys, sequence_length=24, batch={"sequences": 2, "group_sequences": 2}, optimizer={"warmup_steps": 0}, steps=1)
+    spec = job(
+        model=keys, sequence_length=24, batch={"sequences": 2, "group_sequences": 2}, optimizer={"warmup_steps": 0}, steps=1
+    )
     trainer = Trainer(spec, corpus_of(spec), BACKEND, initial_weights=read_weights(tmp_path))
     rng = np.random.default_rng(3)
     inputs = rng.integers(0, 270, (2, 24), dtype=np.int32)

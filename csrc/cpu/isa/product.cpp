@@ -127,14 +127,16 @@ void finish_tile(const mok::ProductRows *product, int64_t column, int64_t column
   }
 }
 
-// The header of a chunk's rows: its window begins where products with every panel are still multiples of 2^-149.
-Header rows_header(const mok::ProductRows *product) {
-  int32_t lowest = 0;
+// The header of a task's rows, for all the panels that they meet.
+Header task_header(const mok::ProductRows *product) {
+  int64_t below = 0, lowest = 0;
   const unsigned char *panel = product->panels;
   for (int64_t j = 0; j < product->n; j += product->panel_columns, panel += panel_bytes(MOK_BF16, product->k)) {
-    lowest = static_cast<int32_t>(least(lowest, reinterpret_cast<const Header *>(panel)->lowest));
+    const Header *const header = reinterpret_cast<const Header *>(panel);
+    below = most(below, header->largest - header->lowest);
+    lowest = least(lowest, header->lowest);
   }
-  return make_header(&product->a, product->first_row, product->m, product->k, static_cast<int32_t>(most(-126, -135 - lowest)));
+  return rows_header(&product->a, product->first_row, product->m, product->k, static_cast<int32_t>(below), static_cast<int32_t>(lowest));
 }
 
 void product_rows(const mok::ProductRows *product, mok::Scratch *scratch) {
@@ -147,7 +149,7 @@ void product_rows(const mok::ProductRows *product, mok::Scratch *scratch) {
   void *const rows = mok::scratch_take(scratch, work.rows_bytes);
   float *const tiles = static_cast<float *>(mok::scratch_take(scratch, static_cast<size_t>(work.panels) * work.tile_bytes));
   uint8_t *const states = static_cast<uint8_t *>(mok::scratch_take(scratch, static_cast<size_t>(work.panels) * work.state_bytes));
-  const Header header = bf16 ? rows_header(product) : Header{};
+  const Header header = bf16 ? task_header(product) : Header{};
   const int64_t fp32_block = least(kFp32Depth, work.depths);
 
   int64_t depth = 0;

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "cpu/isa/product_exact.h"
+#include "cpu/isa/product_lanes.h"
 #include "cpu/isa/product_window.h"
 
 namespace MOK_ISA_NS {
@@ -20,46 +21,87 @@ struct Header {
   int32_t plain;    // 1: shift is 0 and the window is not for it
 };
 
+constexpr int kColumnWindow = 48;     // binades of a panel below its largest element, or less if it needs less
+constexpr int kColumnLowest = -90;    // and not below 2^-90: leaves rows some of the range of subnormals
 constexpr int64_t kWindowDepths = 1 << 20;  // longer chains go the careful way: c would outgrow its scale
 
 float power_of_two(int32_t exponent) {
   return mok::f32::from_bits(exponent >= -126 ? static_cast<uint32_t>(exponent + 127) << 23 : 1u << (exponent + 149));
 }
 
+#if MOK_ISA_LEVEL >= 2
+
 // Magnitudes (15 bits) of elements: the largest finite one, and the smallest that is not 0 as magnitude - 1.
 struct Extent {
-  uint16_t largest, smallest;
+  Ints largest, smallest;  // words
 };
 
-void scan_line(const uint16_t *line, int64_t count, Extent *extent) {
-  uint16_t largest = extent->largest, smallest = extent->smallest;
-  for (int64_t i = 0; i < count; ++i) {
-    const uint16_t magnitude = line[i] & 0x7FFF, finite = magnitude < 0x7F80 ? magnitude : 0;
-    const uint16_t before = static_cast<uint16_t>(magnitude - 1);
-    largest = finite > largest ? finite : largest;
-    smallest = before < smallest ? before : smallest;
-  }
-  *extent = {largest, smallest};
+Extent look_at(Extent extent, Ints elements) {
+  const Ints magnitude = both(elements, all_words(0x7FFF));
+  return {larger_words(extent.largest, words_below(magnitude, all_words(0x7F80))),
+          smaller_words(extent.smallest, add_words(magnitude, all_words(0xFFFF)))};
 }
 
-// Header of `outers` rows or columns over the whole depth k; the window may not begin below 2^lowest.
-Header make_header(const mok::ProductOperand *operand, int64_t outer, int64_t outers, int64_t k, int32_t lowest) {
-  Extent extent = {0, 0xFFFF};
+Extent look_at_line(Extent extent, const uint16_t *line, int64_t count) {
+  constexpr int64_t kWords = 2 * kLanes;
+  int64_t i = 0;
+  for (; i + kWords <= count; i += kWords) extent = look_at(extent, load_words(line + i));
+  if (i < count) {
+    uint16_t rest[kWords] = {};
+    memcpy(rest, line + i, static_cast<size_t>(count - i) * sizeof(uint16_t));
+    extent = look_at(extent, load_words(rest));
+  }
+  return extent;
+}
+
+// Header of `outers` rows or columns over the whole depth k; `lowest` is left as the exponent of the smallest element.
+Header make_header(const mok::ProductOperand *operand, int64_t outer, int64_t outers, int64_t k) {
+  Extent extent = {all_words(0), all_words(0xFFFF)};
   const bool along = operand->along_depth != 0;
   const int64_t lines = along ? outers : k, first_line = along ? outer : 0;
   for (int64_t l = 0; l < lines; ++l) {
     const void *const line = operand_line(operand, MOK_BF16, first_line + l, along ? 0 : outer);
-    if (line != nullptr) scan_line(static_cast<const uint16_t *>(line), along ? k : outers, &extent);
+    if (line != nullptr) extent = look_at_line(extent, static_cast<const uint16_t *>(line), along ? k : outers);
+  }
+  uint16_t each[2 * kLanes], each_smallest[2 * kLanes];
+  store_words(each, extent.largest);
+  store_words(each_smallest, extent.smallest);
+  int32_t largest = 0, smallest = 0xFFFF;
+  for (int i = 0; i < 2 * kLanes; ++i) {
+    largest = each[i] > largest ? each[i] : largest;
+    smallest = each_smallest[i] < smallest ? each_smallest[i] : smallest;
   }
   Header header = {-1, 0, 0, 0};
-  if (extent.largest != 0) {
-    header.largest = (extent.largest >= 0x80 ? extent.largest >> 7 : 1) - 127;
-    const int32_t smallest = extent.smallest + 1, last_bit = (smallest >= 0x80 ? smallest >> 7 : 1) - 127 - 7;
-    header.shift = -1 - header.largest;
-    header.plain = MOK_ISA_LEVEL < 2 || header.largest > 100 || last_bit + header.shift < -149;
+  if (largest == 0) return header;
+  ++smallest;
+  header.largest = (largest >= 0x80 ? largest >> 7 : 1) - 127;
+  header.lowest = (smallest >= 0x80 ? smallest >> 7 : 1) - 127;
+  header.shift = -1 - header.largest;
+  if (header.largest > 100 || header.lowest - 7 + header.shift < -149) {
+    header.plain = 1;
+    header.shift = 0;
   }
-  if (header.plain != 0) header.shift = 0;
-  header.lowest = static_cast<int32_t>(most(header.largest - kWindow, lowest));
+  return header;
+}
+
+#else
+
+Header make_header(const mok::ProductOperand *, int64_t, int64_t, int64_t) { return {0, 0, 0, 1}; }
+
+#endif
+
+Header columns_header(const mok::ProductOperand *b, int64_t first, int64_t columns, int64_t k) {
+  Header header = make_header(b, first, columns, k);
+  header.lowest = static_cast<int32_t>(most(most(header.lowest, kColumnLowest), header.largest - kColumnWindow));
+  return header;
+}
+
+// `below`: the largest distance from largest to lowest of the panels, `lowest`: the least lowest of them. The window of the rows
+// begins where products have a scaled field of 29, and are multiples of 2^-149, and elements are not subnormal.
+Header rows_header(const mok::ProductOperand *a, int64_t first, int64_t rows, int64_t k, int32_t below, int32_t lowest) {
+  Header header = make_header(a, first, rows, k);
+  const int32_t window = 2 * kLargestField - 127 - kFloorField - below;
+  header.lowest = static_cast<int32_t>(most(most(-126, -135 - lowest), header.largest - window));
   return header;
 }
 
@@ -79,45 +121,96 @@ const ColumnBlock *panel_blocks(const void *panel, int64_t k) {
   return reinterpret_cast<const ColumnBlock *>(static_cast<const unsigned char *>(panel) + panel_header_bytes(k));
 }
 
-// Scales a square of elements and finds its exponent bytes: field - kLargestField + kWindow + offset in the window, else that of
-// a field of -1 binade below it. Returns what is in it.
-BlockInfo scale_tile(const Header *header, int offset, Tile *tile, int8_t (*bytes)[kTile]) {
-  const float scale = power_of_two(header->shift);
-  const int32_t lowest = header->lowest + header->shift + 127, base = kLargestField - kWindow - offset;
-  const int8_t outside_byte = static_cast<int8_t>(offset - 1 - kWindow);
-  alignas(64) float weight[kTile] = {};  // sum of significands / 128; zeros count as 1
-  alignas(64) int32_t largest[kTile] = {}, outside[kTile] = {};
-  for (int p = 0; p < kBlock; ++p) {
-    for (int j = 0; j < kTile; ++j) {
-      const float value = tile->at[p][j] * scale;
-      const uint32_t bits = mok::f32::bits(value);
-      const int32_t field = static_cast<int32_t>(bits >> 23 & 0xFF), magnitude = static_cast<int32_t>(bits & 0x7FFFFFFF);
-      tile->at[p][j] = value;
-      bytes[p][j] = static_cast<int8_t>(field >= lowest ? field - base : outside_byte);
-      largest[j] = magnitude > largest[j] ? magnitude : largest[j];
-      const int32_t left_out = field < lowest ? magnitude : 0;
-      outside[j] = left_out > outside[j] ? left_out : outside[j];
-      weight[j] += mok::f32::from_bits((bits & 0x007FFFFFu) | 0x3F800000u);
-    }
+#if MOK_ISA_LEVEL >= 2
+
+// What the elements of some depths of kLanes rows or columns have shown.
+struct Seen {
+  Ints largest, outside;  // magnitudes, as bits
+  Floats weight;          // sum of significands / 128; a zero counts as 1
+};
+
+Seen nothing_seen() { return {all_ints(0), all_ints(0), as_floats(all_ints(0))}; }
+
+// Scales kLanes elements. Returns their exponents as int32: field - offset, or `outside`.
+Ints scale_lanes(const float *from, Floats scale, Ints low_field, Ints offset, Ints outside, Seen *seen, float *to) {
+  const Floats value = multiply(load_floats(from), scale);
+  store_floats(to, value);
+  const Ints magnitude = both(as_ints(value), all_ints(0x7FFFFFFF)), field = shift_right(magnitude, 23);
+  seen->largest = larger(seen->largest, magnitude);
+  seen->outside = larger(seen->outside, where_less(field, low_field, magnitude, all_ints(0)));
+  seen->weight = add(seen->weight, as_floats(either(both(magnitude, all_ints(0x007FFFFF)), all_ints(0x3F800000))));
+  return where_less(field, low_field, outside, subtract(field, offset));
+}
+
+BlockInfo info_of(const Header *header, const Seen *seen, int parts) {
+  Ints largest = all_ints(0), outside = all_ints(0), weight = all_ints(0);
+  for (int i = 0; i < parts; ++i) {
+    largest = larger(largest, seen[i].largest);
+    outside = larger(outside, seen[i].outside);
+    weight = larger(weight, as_ints(seen[i].weight));  // positive floats: their bits are in order
   }
-  int32_t top = 0, top_outside = 0;
-  float heaviest = 0;
-  for (int j = 0; j < kTile; ++j) {
-    top = largest[j] > top ? largest[j] : top;
-    top_outside = outside[j] > top_outside ? outside[j] : top_outside;
-    heaviest = weight[j] > heaviest ? weight[j] : heaviest;
-  }
+  const int32_t top = largest_lane(largest), top_outside = largest_lane(outside);
+  const bool heavy = mok::f32::from_bits(static_cast<uint32_t>(largest_lane(weight))) >= 3983.0f / 128.0f;
   BlockInfo info = {0, static_cast<uint8_t>(least(top >> 23, kLargestField)), 0};
   if (top >= 0x7F800000) info.flags |= kNonFinite;
-  if (heaviest >= 3983.0f / 128.0f) info.flags |= kHeavy;
+  if (heavy) info.flags |= kHeavy;
   if (top_outside != 0) {
     info.flags |= kOutside;
     const int32_t subnormal = -126 + header->shift + 127;  // the field of 2^-126, which subnormal elements count with
-    info.outside = static_cast<uint8_t>(most(most(top_outside >> 23, subnormal), 0));
+    info.outside = static_cast<uint8_t>(most(most(least(top_outside >> 23, kLargestField), subnormal), 0));
     info.largest = info.outside > info.largest ? info.outside : info.largest;
   }
   return info;
 }
+
+// 16 depths of 16 columns of a panel: `to`, and their exponent bytes, in rows of a panel.
+BlockInfo scale_columns(const Header *header, const Tile *tile, float (*to)[kPanel], int8_t (*bytes)[kPanel]) {
+  constexpr int kParts = kTile / kLanes;
+  const float factor = power_of_two(header->shift);
+  const Floats scale = all_lanes(&factor);
+  const Ints low = all_ints(header->lowest + header->shift + 127), offset = all_ints(kColumnOffset), outside = all_ints(kColumnOutside);
+  Seen seen[kParts];
+  for (int i = 0; i < kParts; ++i) seen[i] = nothing_seen();
+  for (int p = 0; p < kBlock; ++p) {
+    Ints exponent[kParts];
+    for (int i = 0; i < kParts; ++i) {
+      exponent[i] = scale_lanes(&tile->at[p][i * kLanes], scale, low, offset, outside, &seen[i], &to[p][i * kLanes]);
+    }
+    store_bytes(bytes[p], exponent);
+  }
+  return info_of(header, seen, kParts);
+}
+
+// 16 depths of 16 rows, in place, and their exponent bytes four times over.
+BlockInfo scale_rows(const Header *header, Tile *tile, int32_t (*bytes)[kTile]) {
+  constexpr int kParts = kTile / kLanes;
+  const float factor = power_of_two(header->shift);
+  const Floats scale = all_lanes(&factor);
+  const Ints low = all_ints(header->lowest + header->shift + 127), offset = all_ints(kRowOffset), outside = all_ints(kRowOutside);
+  Seen seen[kParts];
+  for (int i = 0; i < kParts; ++i) seen[i] = nothing_seen();
+  for (int p = 0; p < kBlock; ++p) {
+    for (int i = 0; i < kParts; ++i) {
+      float *const at = &tile->at[p][i * kLanes];
+      store_ints(&bytes[p][i * kLanes], repeat_bytes(scale_lanes(at, scale, low, offset, outside, &seen[i], at)));
+    }
+  }
+  return info_of(header, seen, kParts);
+}
+
+#else
+
+BlockInfo scale_columns(const Header *, const Tile *tile, float (*to)[kPanel], int8_t (*)[kPanel]) {
+  for (int p = 0; p < kBlock; ++p) memcpy(to[p], tile->at[p], sizeof tile->at[p]);
+  return {0, 0, 0};
+}
+
+BlockInfo scale_rows(const Header *, Tile *, int32_t (*bytes)[kTile]) {
+  memset(bytes, 0, kBlock * sizeof *bytes);
+  return {0, 0, 0};
+}
+
+#endif
 
 void merge_info(const BlockInfo *part, BlockInfo *whole) {
   whole->flags |= part->flags;
@@ -128,22 +221,18 @@ void merge_info(const BlockInfo *part, BlockInfo *whole) {
 // One panel of B: columns [first, first + columns), columns at most kPanel; the rest of the panel is +0.
 void bf16_pack_panel(const mok::ProductOperand *b, int64_t k, int64_t first, int64_t columns, void *panel) {
   Header *const header = static_cast<Header *>(panel);
-  *header = make_header(b, first, columns, k, -90);
+  *header = columns_header(b, first, columns, k);
   BlockInfo *info = panel_info(panel);
   ColumnBlock *block = panel_blocks(panel, k);
   for (int64_t p = 0; p < k; p += kBlock, ++info, ++block) {
     *info = {0, 0, 0};
     for (int v = 0; v < kVectors; ++v) {
       Tile tile;
-      alignas(64) int8_t bytes[kBlock][kTile];
       const int width = static_cast<int>(most(0, least(kTile, columns - v * kTile)));
       load_tile(b, MOK_BF16, first + v * kTile, width, p, static_cast<int>(least(kBlock, k - p)), &tile);
-      const BlockInfo part = scale_tile(header, 0, &tile, bytes);
+      const BlockInfo part = scale_columns(header, &tile, reinterpret_cast<float(*)[kPanel]>(&block->value[0][v * kTile]),
+                                           reinterpret_cast<int8_t(*)[kPanel]>(&block->exponent[0][v * kTile]));
       merge_info(&part, info);
-      for (int q = 0; q < kBlock; ++q) {
-        memcpy(&block->value[q][v * kTile], tile.at[q], sizeof tile.at[q]);
-        memcpy(&block->exponent[q][v * kTile], bytes[q], sizeof bytes[q]);
-      }
     }
   }
 }
@@ -156,17 +245,15 @@ void bf16_pack_rows(const mok::ProductOperand *a, const Header *header, int64_t 
   for (int64_t p = 0; p < depths; p += kBlock) {
     for (int64_t g = 0; g < groups; g += kTile / kGroup) {
       Tile tile;
-      alignas(64) int8_t bytes[kBlock][kTile];
+      alignas(64) int32_t bytes[kBlock][kTile];
       const int rows = static_cast<int>(least(kRows, m - g * kGroup));
       load_tile(a, MOK_BF16, first + g * kGroup, rows, depth + p, static_cast<int>(least(kBlock, depths - p)), &tile);
-      const BlockInfo part = scale_tile(header, kFloorField, &tile, bytes);
+      const BlockInfo part = scale_rows(header, &tile, bytes);
       for (int64_t h = 0; h < kTile / kGroup && g + h < groups; ++h, ++info, ++block) {
         *info = part;
-        for (int q = 0; q < kBlock; ++q) {
-          for (int i = 0; i < kGroup; ++i) {
-            block->value[q][i] = tile.at[q][h * kGroup + i];
-            block->exponent[q][i] = static_cast<int32_t>(static_cast<uint8_t>(bytes[q][h * kGroup + i]) * 0x01010101u);
-          }
+        for (int q = 0; q < kBlock; ++q) {  // 4 of each, also where a group has 3
+          memcpy(block->value[q], &tile.at[q][h * kGroup], sizeof block->value[q]);
+          memcpy(block->exponent[q], &bytes[q][h * kGroup], sizeof block->exponent[q]);
         }
       }
     }
@@ -194,8 +281,9 @@ Scales make_scales(const Header *a, const Header *b, int64_t k) {
 bool enter_window(const Scales *scales, float *c) {
   alignas(64) float scaled[kTile];
   uint32_t bad = scales->window ? 0 : 1;
+  const float first = scales->up[0], second = scales->up[1];
   for (int j = 0; j < kTile; ++j) {
-    scaled[j] = c[j] * scales->up[0] * scales->up[1];
+    scaled[j] = c[j] * first * second;
     const uint32_t field = mok::f32::bits(scaled[j]) >> 23 & 0xFF, plain_field = mok::f32::bits(c[j]) >> 23 & 0xFF;
     bad |= c[j] != 0.0f && (field < kFloorField - 25 + 23 || field > 127 + 20 || plain_field > 252) ? 1 : 0;
   }
@@ -205,7 +293,8 @@ bool enter_window(const Scales *scales, float *c) {
 }
 
 void leave_window(const Scales *scales, float *c) {
-  for (int j = 0; j < kTile; ++j) c[j] = c[j] * scales->down[0] * scales->down[1];
+  const float first = scales->down[0], second = scales->down[1];
+  for (int j = 0; j < kTile; ++j) c[j] = c[j] * first * second;
 }
 
 #if MOK_ISA_LEVEL >= 2
@@ -216,6 +305,23 @@ int32_t outside_bound(const BlockInfo *a, const BlockInfo *b) {
   if ((a->flags & kOutside) != 0) product = a->outside + b->largest;
   if ((b->flags & kOutside) != 0 && b->outside + a->largest > product) product = b->outside + a->largest;
   return product == 0 ? 0 : product - 127 + 27;
+}
+
+bool any_plain(const uint8_t *plain) {
+  uint32_t any = 0;
+  for (int i = 0; i < kGroup * kVectors; ++i) any |= plain[i];
+  return any != 0;
+}
+
+// True if c alone reaches it: E >= bound in all columns of a group.
+bool accumulators_reach(const float *c, int32_t bound) {
+  const Ints least_bits = all_ints(static_cast<int32_t>(static_cast<uint32_t>(most(bound, 0)) << 23)), mask = all_ints(0x7FFFFFFF);
+  Ints lowest = mask;
+  for (int i = 0; i < kGroup * kPanel; i += kLanes) {
+    const Ints magnitude = both(as_ints(load_floats(c + i)), mask);
+    lowest = where_less(magnitude, lowest, magnitude, lowest);
+  }
+  return all_at_least(lowest, least_bits);
 }
 
 // True if E reaches `bound` in all 16 columns: E from the products inside the window and c, without a floor.
@@ -235,13 +341,14 @@ bool reaches(const RowBlock *a, int row, const int8_t (*b)[kPanel], const float 
 
 #endif
 
-// The AVX2 code needs MXCSR to round toward zero in window_step, and nowhere else.
-#if MOK_ISA_LEVEL == 2
-void round_toward_zero() { _mm_setcsr(0x1F80 | 0x6000); }
-void round_to_nearest() { _mm_setcsr(0x1F80); }
+// MXCSR for window_step and for everything else. Products far outside the window may be subnormal, which is slow, and are cut to
+// zero anyway: flush them. The AVX2 code needs rounding toward zero too.
+#if MOK_ISA_LEVEL >= 2
+void window_rounding() { _mm_setcsr(0x1F80 | 0x8040 | (MOK_ISA_LEVEL == 2 ? 0x6000 : 0)); }
+void usual_rounding() { _mm_setcsr(0x1F80); }
 #else
-void round_toward_zero() {}
-void round_to_nearest() {}
+void window_rounding() {}
+void usual_rounding() {}
 #endif
 
 // What window_step could not do of a group of rows by a panel: from `old`, the accumulators before it, to c.
@@ -272,35 +379,48 @@ __attribute__((noinline)) void careful_step(const Scales *scales, const RowBlock
   }
 }
 
-bool any_plain(const uint8_t *plain) {
-  uint32_t any = 0;
-  for (int i = 0; i < kGroup * kVectors; ++i) any |= plain[i];
-  return any != 0;
+// True if window_step alone gives the bits of this step.
+bool window_suffices(const BlockInfo *a, const BlockInfo *b, const float *c, const uint8_t *plain) {
+#if MOK_ISA_LEVEL >= 2
+  const uint32_t flags = ((a->flags | b->flags) & (kOutside | kNonFinite)) | (a->flags & b->flags & kHeavy);
+  if (any_plain(plain)) return false;
+  return flags == 0 || (flags == kOutside && accumulators_reach(c, outside_bound(a, b)));
+#else
+  (void)a, (void)b, (void)c, (void)plain;
+  return false;
+#endif
+}
+
+// Asks for part `part` of `parts` of a block that will be read soon.
+void prefetch_part(const ColumnBlock *block, int64_t part, int64_t parts) {
+  const char *const from = reinterpret_cast<const char *>(block);
+  const int64_t lines = static_cast<int64_t>(sizeof(ColumnBlock) / 64);
+  for (int64_t line = part * lines / parts; line < (part + 1) * lines / parts; ++line) __builtin_prefetch(from + line * 64);
 }
 
 // c[groups * kGroup][kPanel] goes on over `blocks` blocks of depths; plain: states of all rows.
 void bf16_multiply(const Scales *scales, int64_t groups, int64_t blocks, const BlockInfo *a_info, const RowBlock *a,
                    const BlockInfo *b_info, const ColumnBlock *b, float *c, uint8_t *plain) {
   alignas(64) float old[kGroup * kPanel];
-  round_toward_zero();
+  window_rounding();
   for (int64_t p = 0; p < blocks; ++p, ++b, ++b_info) {
     for (int64_t g = 0; g < groups; ++g, ++a, ++a_info) {
+      prefetch_part(b + 1, g, groups);  // of the last block of a panel: harmless
       float *const tile = c + g * kGroup * kPanel;
       uint8_t *const states = plain + g * kGroup * kVectors;
-      const uint32_t flags = ((a_info->flags | b_info->flags) & (kOutside | kNonFinite)) | (a_info->flags & b_info->flags & kHeavy);
-      const bool careful = MOK_ISA_LEVEL < 2 || flags != 0 || any_plain(states);
+      const bool careful = !window_suffices(a_info, b_info, tile, states);
       if (careful) memcpy(old, tile, sizeof old);
 #if MOK_ISA_LEVEL >= 2
       window_step(a, b, tile);
 #endif
       if (careful) {
-        round_to_nearest();
+        usual_rounding();
         careful_step(scales, a, a_info, b, b_info, old, tile, states);
-        round_toward_zero();
+        window_rounding();
       }
     }
   }
-  round_to_nearest();
+  usual_rounding();
 }
 
 }  // namespace

@@ -4,39 +4,13 @@
 // kFp32Depth depths, groups of rows, depth by depth.
 #pragma once
 
+#include "cpu/isa/product_lanes.h"
 #include "cpu/isa/product_operand.h"
 
 namespace MOK_ISA_NS {
 namespace {
 
-#if MOK_ISA_LEVEL >= 3
-typedef __m512 Floats;
-constexpr int kLanes = 16, kFp32Rows = 12;
-Floats load_floats(const float *from) { return _mm512_loadu_ps(from); }
-void store_floats(float *to, Floats x) { _mm512_storeu_ps(to, x); }
-Floats all_lanes(const float *from) { return _mm512_set1_ps(*from); }
-Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
-#elif MOK_ISA_LEVEL >= 2
-typedef __m256 Floats;
-constexpr int kLanes = 8, kFp32Rows = 6;
-Floats load_floats(const float *from) { return _mm256_loadu_ps(from); }
-void store_floats(float *to, Floats x) { _mm256_storeu_ps(to, x); }
-Floats all_lanes(const float *from) { return _mm256_broadcast_ss(from); }
-Floats multiply_add(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
-#else
-struct Floats {
-  float lane[4];
-};
-constexpr int kLanes = 4, kFp32Rows = 6;
-Floats load_floats(const float *from) { return {{from[0], from[1], from[2], from[3]}}; }
-void store_floats(float *to, Floats x) { memcpy(to, x.lane, sizeof x.lane); }
-Floats all_lanes(const float *from) { return {{*from, *from, *from, *from}}; }
-Floats multiply_add(Floats a, Floats b, Floats c) {
-  for (int i = 0; i < 4; ++i) c.lane[i] = mok::f32::fma(a.lane[i], b.lane[i], c.lane[i]);
-  return c;
-}
-#endif
-
+constexpr int kFp32Rows = MOK_ISA_LEVEL >= 3 ? 12 : 6;  // of a kernel: accumulators fill the registers
 constexpr int kFp32Columns = 2 * kLanes;
 constexpr int64_t kFp32Depth = 256;  // a block of a panel (32 KiB with AVX-512) stays in the first cache
 

@@ -1,8 +1,9 @@
 // Precision bf16, the fast way (AVX2, AVX-512): the tensor-core rule in fp32 and int32 lanes, exact within a window of exponents.
 //
-// A panel of B and a chunk of rows of A are each scaled by a power of two, so that their largest element lies in [1/2, 1). Elements
-// less than 48 binades below it are in the window. Beside the scaled fp32 value a byte holds the exponent, so chosen that
-// byte(a) + byte(b) is the exponent field of the product's scaled exponent, 29 .. 125, and below 29 where one is zero or outside.
+// A panel of B and a chunk of rows of A are each scaled by a power of two, so that their largest element lies in [1/2, 1): its
+// exponent field is 126. Elements with a field of lowA (lowB) or more are in the window; lowA + lowB - 127 >= 29. Beside the
+// scaled fp32 value a byte holds the exponent: byte(a) + byte(b) is field(a) + field(b) - 127, which lies in 29 .. 125, and is
+// below 29 where one is zero or outside the window.
 // A block of 16 products for one row and a vector of columns, c scaled like the products:
 //   E = max(bytes, field of c); unit u = 2^(E - 25);  sum = trunc(c / u) + each trunc(a * b / u) in int32;  c = sum * u, toward zero.
 // a * b is exact in fp32; dividing by u adds 25 - E to the exponent field, and 25 - E >= 0, so that a zero stays tiny.
@@ -21,10 +22,11 @@
 namespace MOK_ISA_NS {
 namespace {
 
-constexpr int kBlock = 16;     // depths of a step
+constexpr int kBlock = 16;          // depths of a step
 constexpr int kLargestField = 126;  // exponent field of the largest scaled element
-constexpr int kWindow = 48;         // binades below it
-constexpr int kFloorField = 2 * (kLargestField - kWindow) - 127;  // of a product of the two smallest: 29
+constexpr int kFloorField = 29;     // of the scaled exponent of the smallest product in the window
+constexpr int kRowOffset = 1, kColumnOffset = 126;             // byte = field - offset in the window
+constexpr int kRowOutside = -20, kColumnOutside = -100;  // the bytes of what is zero or outside
 
 constexpr uint8_t kOutside = 1, kNonFinite = 2, kHeavy = 4;  // flags of a block
 
@@ -56,8 +58,8 @@ struct alignas(64) ColumnBlock {
 
 #if MOK_ISA_LEVEL >= 3
 
-// c[kGroup][kPanel], scaled, goes on by one block.
-void window_step(const RowBlock *a, const ColumnBlock *b, float *c) {
+// c[kGroup][kPanel], scaled, goes on by one block. MXCSR is that of window_rounding(): not inlined, so that nothing moves past it.
+__attribute__((noinline)) void window_step(const RowBlock *a, const ColumnBlock *b, float *c) {
   alignas(64) uint8_t largest[kGroup][kPanel];
   __m512i top[kGroup];
 #pragma GCC unroll 4
@@ -111,7 +113,7 @@ void window_step(const RowBlock *a, const ColumnBlock *b, float *c) {
 
 #elif MOK_ISA_LEVEL >= 2
 
-// The same with MXCSR rounding toward zero, which only the conversion of the sum notices: everything else is exact.
+// The same; MXCSR rounds toward zero, which only the conversion of the sum notices: everything else is exact.
 __attribute__((noinline)) void window_step(const RowBlock *a, const ColumnBlock *b, float *c) {
   alignas(32) uint8_t largest[kGroup][kPanel];
   __m256i top[kGroup];

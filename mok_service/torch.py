@@ -145,11 +145,13 @@ def _scale(head_size: int) -> float:
 def _attention(q: Tensor, k: Tensor, v: Tensor, sequences: int, head_size: int, precision: str) -> tuple[Tensor, Tensor, Tensor]:
     b = _backend(q)
     heads, kv_heads = q.shape[1] // head_size, k.shape[1] // head_size
-    operands = [_operand(b, t, precision) for t in (q, k, v)]
-    out = torch.empty_like(operands[0])
+    q_operand, k_operand, v_operand = (_operand(b, t, precision) for t in (q, k, v))
+    out = torch.empty_like(q_operand)
     row_max, row_recip = q.new_empty(q.shape[0], heads), q.new_empty(q.shape[0], heads)
     b.attention(
-        *operands,
+        q_operand,
+        k_operand,
+        v_operand,
         sequences=sequences,
         heads=heads,
         kv_heads=kv_heads,
@@ -158,7 +160,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, sequences: int, head_size: int, 
         row_max=row_max,
         row_recip=row_recip,
     )
-    return (out.clone() if out is operands[0] else out).float(), row_max, row_recip
+    return out.float(), row_max, row_recip
 
 
 @_attention.register_fake
@@ -181,10 +183,14 @@ def _attention_backward(
     precision: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     b = _backend(q)
-    operands = [_operand(b, t, precision) for t in (q, k, v, out, grad)]
-    grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(operands[2])
+    q_operand, k_operand, v_operand, out_operand, g = (_operand(b, t, precision) for t in (q, k, v, out, grad))
+    grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v_operand)
     b.attention_backward(
-        *operands,
+        q_operand,
+        k_operand,
+        v_operand,
+        out_operand,
+        g,
         row_max,
         row_recip,
         sequences=sequences,

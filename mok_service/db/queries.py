@@ -83,7 +83,7 @@ def job(tx: Connection, job_id: str, tenant: str | None = None, lock: bool = Fal
     query = select(jobs).where(jobs.c.id == job_id)
     if tenant is not None:
         query = query.where(jobs.c.tenant == tenant)
-    return _one(tx, query.with_for_update() if lock else query)
+    return _one(tx, query.with_for_update(key_share=True) if lock else query)
 
 
 def job_page(tx: Connection, tenant: str, after: Key | None, limit: int, name: str | None,
@@ -115,13 +115,16 @@ def run(tx: Connection, run_id: str, tenant: str | None = None) -> Row | None:
 
 
 def lock_run(tx: Connection, run_id: str, tenant: str | None = None, token: str | None = None) -> Row | None:
-    """The run under its row lock, if it belongs to the tenant and its lease has this token."""
+    """The run under its row lock, if it belongs to the tenant and its lease has this token.
+
+    FOR NO KEY UPDATE: inserting rows that refer to the run waits for nobody.
+    """
     query = select(runs).where(runs.c.id == run_id)
     if tenant is not None:
         query = query.where(runs.c.tenant == tenant)
     if token is not None:
         query = query.where(runs.c.lease_token == token)
-    return _one(tx, query.with_for_update())
+    return _one(tx, query.with_for_update(key_share=True))
 
 
 def update_run(tx: Connection, run_id: str, values: Values) -> None:
@@ -177,7 +180,7 @@ def lock_next_that_fits(tx: Connection, now: datetime, room: Mapping[str, int]) 
     if not fits:
         return None
     query = select(runs).where(_claimable(now), or_(*fits)).order_by(runs.c.queue_rank, runs.c.created_at, runs.c.id).limit(1)
-    return _one(tx, query.with_for_update(skip_locked=True))
+    return _one(tx, query.with_for_update(key_share=True, skip_locked=True))
 
 
 def candidates(tx: Connection, now: datetime) -> list[Row]:
@@ -189,7 +192,7 @@ def candidates(tx: Connection, now: datetime) -> list[Row]:
 def lock_candidate(tx: Connection, run_id: str, now: datetime) -> Row | None:
     """The run, locked, if it is still claimable and nobody else holds it."""
     query = select(runs).where(runs.c.id == run_id, _claimable(now))
-    return _one(tx, query.with_for_update(skip_locked=True))
+    return _one(tx, query.with_for_update(key_share=True, skip_locked=True))
 
 
 def renew_lease(tx: Connection, run_id: str, token: str, expires_at: datetime) -> Row | None:

@@ -137,13 +137,14 @@ class Worker:
                 record = replace(record, loss_bits=float_bits(loss), grad_norm_bits=norm, tokens=32, batch=batch,
                                  expert_load=batch, seconds=0.01, learning_rate=0.001, metrics=(("aux_loss", float("nan")),))
             head = record.head()
-            yield record, self._checkpoint(run_id, step, weights, state, head)
+            yield record, self._checkpoint(run_id, step, weights, norm, state, head)
 
-    def _checkpoint(self, run_id: str, step: int, weights: bytes, state: StateDigests, head: Digest) -> CheckpointInfo:
+    def _checkpoint(self, run_id: str, step: int, weights: bytes, norm: str, state: StateDigests, head: Digest) -> CheckpointInfo:
         folder = self.settings.checkpoints(run_id) / f"step-{step:08d}"
         folder.mkdir(parents=True, exist_ok=True)
         contents = {
-            "model.safetensors": safetensors({"w": weights}), "optimizer.safetensors": safetensors({"first/w": b"\0" * 8}),
+            "model.safetensors": safetensors({"w": weights}),
+            "optimizer.safetensors": safetensors({"first/w": b"\0" * 8, "previous_norm": bytes.fromhex(norm)[::-1]}),
             "报告-🚀.txt": "报告".encode(),
         }
         for name, content in contents.items():
@@ -157,7 +158,7 @@ class Worker:
 
 
 def _state(step: int, weights: bytes, norm: str) -> StateDigests:
-    norm_row = TensorDigest("previous_norm", "F32", (), blake3_of(bytes.fromhex(norm)[::-1]).hex)
+    norm_row = TensorDigest("previous_norm", "F32", (1,), blake3_of(bytes.fromhex(norm)[::-1]).hex)
     moments = TensorDigest("first/w", "F32", (2,), blake3_of(b"\0" * 8).hex)
     return StateDigests(
         state_digest([TensorDigest("w", "F32", (2,), blake3_of(weights).hex)]), state_digest([moments, norm_row]),

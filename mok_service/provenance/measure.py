@@ -16,7 +16,7 @@ from blake3 import blake3
 
 from mok_service.errors import NotFound
 from mok_service.provenance.chain import StateDigests
-from mok_service.provenance.digest import Digest, TensorDigest, blake3_of, state_digest
+from mok_service.provenance.digest import Digest, TensorDigest, state_digest
 from mok_service.provenance.verify import FoundCheckpoint, FoundFile
 
 HEADER_BYTES_MAX: Final = 100_000_000  # the format's own limit
@@ -27,14 +27,13 @@ Read = Callable[[int, str], Iterable[bytes]]  # step, file name -> the file's by
 
 def measure(record: Mapping[str, Any], read: Read) -> dict[int, FoundCheckpoint]:
     """What `verify.check` takes: the bytes of every checkpoint that isn't deleted. A file that isn't there is left out."""
-    norms = {int(row["body"]["step"]): row["body"]["grad_norm"] for row in record["chain"]["records"]}
     return {
-        checkpoint["step"]: _checkpoint(checkpoint, norms.get(checkpoint["step"]), read)
+        checkpoint["step"]: _checkpoint(checkpoint, read)
         for checkpoint in record["checkpoints"] if not checkpoint["deleted_at"]
     }
 
 
-def _checkpoint(checkpoint: Mapping[str, Any], norm_bits: str | None, read: Read) -> FoundCheckpoint:
+def _checkpoint(checkpoint: Mapping[str, Any], read: Read) -> FoundCheckpoint:
     files: dict[str, FoundFile] = {}
     tensors: dict[str, list[TensorDigest]] = {}
     fault = None
@@ -52,14 +51,9 @@ def _checkpoint(checkpoint: Mapping[str, Any], norm_bits: str | None, read: Read
         files[name] = FoundFile(stream.size, stream.sha256.hexdigest())
     if fault is not None or tensors.keys() != {WEIGHTS, OPTIMIZER}:
         return FoundCheckpoint(files, None, fault)
-    optimizer = [*tensors[OPTIMIZER], _stored_norm(norm_bits or "00000000")]
-    state = StateDigests(state_digest(tensors[WEIGHTS]), state_digest(optimizer), Digest.parse(checkpoint["state"]["cursor"]))
+    weights, optimizer = (state_digest(tensors[name]) for name in (WEIGHTS, OPTIMIZER))
+    state = StateDigests(weights, optimizer, Digest.parse(checkpoint["state"]["cursor"]))
     return FoundCheckpoint(files, state)
-
-
-def _stored_norm(bits: str) -> TensorDigest:
-    """The gradient norm that clipping keeps: part of the optimizer's state."""
-    return TensorDigest("previous_norm", "F32", (), blake3_of(bytes.fromhex(bits)[::-1]).hex)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ A checkpoint is a folder `step-00000020` holding
 
     model.safetensors       master weights, float32, Hugging Face names
     config.json             the model in Hugging Face's terms: `from_pretrained` loads the folder
-    optimizer.safetensors   first/<name>, second/<name>, float32
-    checkpoint.json         step, chain head, digests of the state, of each tensor and of each file
+    optimizer.safetensors   first/<name>, second/<name>, float32; previous_norm: the gradient norm that clipping keeps
+    checkpoint.json         step, chain head, digests of the state and of each file
 
 It is written under another name, flushed to the disk, and renamed: a partial one is never listed.
 """
@@ -19,7 +19,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -29,48 +29,12 @@ from torch import Tensor
 from mok_service.errors import Tampered
 from mok_service.kernels.native import host_blake3
 from mok_service.provenance.chain import StateDigests
-from mok_service.provenance.digest import Digest, TensorDigest, blake3_of, canonical_digest, sha256_file, state_digest
+from mok_service.provenance.checkpoint import CheckpointFile, CheckpointInfo
+from mok_service.provenance.digest import Digest, TensorDigest, canonical_digest, sha256_file, state_digest
 
 MANIFEST = "checkpoint.json"
 _TYPE = "mok.checkpoint/v1"
 _NAME = re.compile(r"step-(\d{8,})")
-
-
-@dataclass(frozen=True)
-class CheckpointFile:
-    name: str
-    size: int  # bytes
-    sha256: str  # 64 hex digits
-
-
-@dataclass(frozen=True)
-class CheckpointInfo:
-    """What is recorded of a checkpoint; `folder` is its name inside the store."""
-
-    step: int
-    folder: str
-    head: Digest
-    state: StateDigests
-    previous_norm: str  # bits of the stored gradient norm (clipping `previous`)
-    files: tuple[CheckpointFile, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "type": _TYPE, "step": self.step, "head": str(self.head), "state": self.state.as_dict(),
-            "previous_norm": self.previous_norm,
-            "files": [{"name": f.name, "size": f.size, "sha256": f.sha256} for f in self.files],
-        }  # fmt: skip
-
-    @classmethod
-    def from_dict(cls, value: Mapping[str, Any]) -> Self:
-        return cls(
-            step=int(value["step"]),
-            folder=folder_name(int(value["step"])),
-            head=Digest.parse(value["head"]),
-            state=StateDigests.from_dict(value["state"]),
-            previous_norm=value["previous_norm"],
-            files=tuple(CheckpointFile(f["name"], int(f["size"]), f["sha256"]) for f in value["files"]),
-        )
 
 
 @dataclass(frozen=True)
@@ -107,17 +71,18 @@ class CheckpointStore:
         """Raises Tampered when the manifest can't be read as one."""
         path = self.root / folder_name(step) / MANIFEST
         try:
-            return CheckpointInfo.from_dict(json.loads(path.read_bytes()))
+            info = CheckpointInfo.from_dict(json.loads(path.read_bytes()))
+            if info.step != step:
+                raise ValueError(f"it is for step {info.step}")
+            return info
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise Tampered(f"{path.parent.name}/{MANIFEST} can't be read: {error}", step=step) from error
 
-    def save(
-        self, step: int, head: Digest, state: State, digests: StateDigests, previous_norm: str, config: Mapping[str, Any]
-    ) -> CheckpointInfo:
-        """Commit the state after `step`. An equal checkpoint that is there already is left as it is."""
+    def save(self, step: int, head: Digest, state: State, digests: StateDigests, config: Mapping[str, Any]) -> CheckpointInfo:
+        """Commit the state after `step`. A checkpoint of the very same record that is there already is left as it is."""
         final = self.root / folder_name(step)
-        if (final / MANIFEST).is_file():
-            return self.info(step)
+        if (final / MANIFEST).is_file() and (there := self.info(step)).head == head:
+            return there
         partial = self.root / f".{folder_name(step)}.{os.getpid()}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -129,12 +94,13 @@ class CheckpointStore:
                 CheckpointFile(p.name, p.stat().st_size, sha256_file(p).hex)
                 for p in sorted(partial.iterdir(), key=lambda p: p.name)
             )
-            info = CheckpointInfo(step, final.name, head, digests, previous_norm, files)
-            (partial / MANIFEST).write_text(json.dumps(info.as_dict(), indent=2, sort_keys=True) + "\n")
+            info = CheckpointInfo(step, final.name, files, digests, head)
+            document = {"type": _TYPE, **info.as_dict()}
+            (partial / MANIFEST).write_text(json.dumps(document, indent=2, sort_keys=True) + "\n")
             for path in partial.iterdir():
                 _flush(path)
             _flush(partial)
-            shutil.rmtree(final, ignore_errors=True)  # a folder without manifest: what an older crash left
+            shutil.rmtree(final, ignore_errors=True)  # without a manifest, or of another record
             partial.rename(final)
             _flush(self.root)
         except BaseException:
@@ -151,7 +117,7 @@ class CheckpointStore:
             ("weights", state.weights, info.state.weights),
             ("optimizer", state.optimizer, info.state.optimizer),
         ):
-            got = state_digest(optimizer_rows(tensors, info.previous_norm) if part == "optimizer" else tensor_digests(tensors))
+            got = state_digest(tensor_digest(name, tensor, host_blake3(tensor)) for name, tensor in tensors.items())
             if got != expected:
                 raise Tampered(
                     f"{info.folder}: the {part} have digest {got}, recorded is {expected}", step=info.step, part=part,
@@ -185,20 +151,6 @@ DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64", torc
 
 def tensor_digest(name: str, tensor: Tensor, blake3: str) -> TensorDigest:
     return TensorDigest(name, DTYPES[tensor.dtype], tuple(tensor.shape), blake3)
-
-
-def tensor_digests(tensors: Mapping[str, Tensor]) -> list[TensorDigest]:
-    """Digests of tensors in host memory."""
-    return [tensor_digest(name, tensor, host_blake3(tensor)) for name, tensor in tensors.items()]
-
-
-def optimizer_rows(tensors: Mapping[str, Tensor], previous_norm: str) -> list[TensorDigest]:
-    """The optimizer's state: both moments of every weight, and the stored gradient norm as a tensor of its own."""
-    return [*tensor_digests(tensors), previous_norm_row(previous_norm)]
-
-
-def previous_norm_row(bits: str) -> TensorDigest:
-    return TensorDigest("previous_norm", "F32", (), blake3_of(bytes.fromhex(bits)[::-1]).hex)
 
 
 def _flush(path: Path) -> None:

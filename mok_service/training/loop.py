@@ -15,16 +15,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mok_service.errors import InvalidSpec, NonFinite
-from mok_service.kernels.native import NativeBackend
+from mok_service.kernels.native import NativeBackend, host_blake3
 from mok_service.provenance.chain import StateDigests, StepRecord, float_bits, float_from_bits, genesis
+from mok_service.provenance.checkpoint import CheckpointInfo
 from mok_service.provenance.digest import Digest, TensorDigest, canonical_digest, state_digest
 from mok_service.spec import JobSpec, training_digest
 from mok_service.training.checkpoint import (
-    CheckpointInfo,
     CheckpointStore,
     State,
     cursor_digest,
-    previous_norm_row,
     tensor_digest,
 )
 from mok_service.training.data import Batch, Corpus
@@ -32,6 +31,7 @@ from mok_service.training.hugging_face import config_of
 from mok_service.training.model import MicroBatch, Model, StepSums
 from mok_service.training.optimizer import clip_scale, learning_rate, update_scalars
 
+PREVIOUS_NORM = "previous_norm"
 _FIXED_POINT = 2.0**-32
 
 
@@ -116,7 +116,8 @@ class Trainer:
             moments = {k.removeprefix(prefix): v for k, v in state.optimizer.items() if k.startswith(prefix)}
             self._set(flat, moments, f"{part} moments")
         parameters.refresh_operands()
-        self.step, self.head, self.previous_norm = info.step, info.head, info.previous_norm
+        self.step, self.head = info.step, info.head
+        self.previous_norm = float_bits(float(state.optimizer[PREVIOUS_NORM]))
 
     def _set(self, flat: Tensor, tensors: Mapping[str, Tensor], what: str) -> None:
         """Copy named tensors into a flat buffer. Raises InvalidSpec naming the first that is missing, unknown or misshapen."""
@@ -145,9 +146,13 @@ class Trainer:
         optimizer = [
             *self.tensor_rows(parameters.first, "first/"),
             *self.tensor_rows(parameters.second, "second/"),
-            previous_norm_row(self.previous_norm),
+            tensor_digest(PREVIOUS_NORM, norm := self._previous_norm(), host_blake3(norm)),
         ]
         return StateDigests(state_digest(self.tensor_rows(parameters.weights)), state_digest(optimizer), cursor_digest(self.step))
+
+    def _previous_norm(self) -> Tensor:
+        """The norm that clipping keeps, as the tensor of the optimizer's state that it is."""
+        return torch.tensor(float_from_bits(self.previous_norm), dtype=torch.float32)
 
     def save(self, digests: StateDigests | None = None) -> CheckpointInfo:
         """Commit the present state as a checkpoint."""
@@ -159,12 +164,12 @@ class Trainer:
             for part, flat in (("first", parameters.first), ("second", parameters.second))
             for name, tensor in parameters.named(flat)
         }
+        moments[PREVIOUS_NORM] = self._previous_norm()
         return self.store.save(
             self.step,
             self.head,
             State(host, moments),
             digests or self.state_digests(),
-            self.previous_norm,
             config_of(self.spec.model, self.spec.sequence_length),
         )
 

@@ -11,7 +11,7 @@ from mok_service.kernels.native import NativeBackend
 
 
 class Waves:
-    """Groups of one wave are joined by a tree, waves are added in order; so neither devices nor micro-batches show in the bits."""
+    """Groups of one wave are joined by a tree, waves are added in order: neither devices nor micro-batches show in the bits."""
 
     def __init__(self, backend: NativeBackend, shards: int) -> None:
         self._backend, self._shards = backend, shards

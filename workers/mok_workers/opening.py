@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,8 @@ from mok_service.environment import environment, gpus
 from mok_service.errors import InvalidSpec, Tampered
 from mok_service.kernels import load_backend
 from mok_service.provenance.chain import StepRecord
-from mok_service.provenance.checkpoint import CheckpointFile, CheckpointInfo
+from mok_service.provenance.checkpoint import CheckpointInfo
 from mok_service.spec import JobSpec, parse_job
-from mok_service.training.checkpoint import CheckpointInfo as LoopCheckpoint
 from mok_service.training.checkpoint import CheckpointStore, folder_name
 from mok_service.training.data import contained, open_corpus
 from mok_service.training.hugging_face import read_weights
@@ -53,7 +51,7 @@ class NativeTraining:
         self.resumed_from = self._trainer.step if self._trainer.record_zero is None else None
 
     def checkpoints(self) -> list[CheckpointInfo]:
-        return [on_record(info) for info in self._store.list() if info.step <= self._trainer.step]
+        return [info for info in self._store.list() if info.step <= self._trainer.step]
 
     def records(self) -> Iterator[StepRecord]:
         told = {info.step for info in self.checkpoints()}
@@ -63,7 +61,7 @@ class NativeTraining:
             yield record
             stop = self._control.stop_wanted()
             if stop == "checkpoint" and record.step and record.step not in told:
-                self._control.checkpoint(on_record(self._trainer.save()))
+                self._control.checkpoint(self._trainer.save())
             if stop is not None:
                 return
 
@@ -71,7 +69,7 @@ class NativeTraining:
         """Report the checkpoint of this step, if the loop committed one."""
         if not (self._store.root / folder_name(step)).is_dir():
             return set()
-        self._control.checkpoint(on_record(self._store.info(step)))
+        self._control.checkpoint(self._store.info(step))
         return {step}
 
 
@@ -111,9 +109,3 @@ def initial_weights(job: JobSpec, roots: list[Path], runs: Path) -> dict[str, Te
         f"training.init_from.source = {source!r}: there is no such folder below the data roots",
         errors=[{"field": "training.init_from.source", "value": source, "problem": "no such folder below the data roots"}],
     )
-
-
-def on_record(info: LoopCheckpoint) -> CheckpointInfo:
-    """The loop's checkpoint as the value that goes on record."""
-    files = tuple(CheckpointFile(**asdict(file)) for file in info.files)
-    return CheckpointInfo(info.step, info.folder, files, info.state, info.head)

@@ -324,19 +324,23 @@ bool accumulators_reach(const float *c, int32_t bound) {
   return all_at_least(lowest, least_bits);
 }
 
-// True if E reaches `bound` in all 16 columns: E from the products inside the window and c, without a floor.
-bool reaches(const RowBlock *a, int row, const int8_t (*b)[kPanel], const float *c, int32_t bound) {
-  int32_t field[kTile], least_field = 255;
-  for (int j = 0; j < kTile; ++j) field[j] = static_cast<int32_t>(mok::f32::bits(c[j]) >> 23 & 0xFF);
+// Whether E reaches `bound` in each vector of 16 columns of a row: E from the products inside the window and c, without a floor.
+void find_reaching(const RowBlock *a, int row, const ColumnBlock *b, const float *c, int32_t bound, bool *reaching) {
+  static_assert(kPanel == 4 * kLanes);
+  Ints top = all_ints(0);
   for (int p = 0; p < kBlock; ++p) {
-    const int32_t x = static_cast<int8_t>(a->exponent[p][row]);
-    for (int j = 0; j < kTile; ++j) {
-      const int32_t sum = x + b[p][j], counted = sum >= kFloorField ? sum : 0;
-      field[j] = counted > field[j] ? counted : field[j];
+    top = larger_bytes(top, add_bytes(load_bytes(b->exponent[p]), all_ints(a->exponent[p][row])));
+  }
+  int8_t bytes[kPanel];
+  store_all_bytes(bytes, top);
+  for (int v = 0; v < kVectors; ++v) {
+    reaching[v] = true;
+    for (int j = v * kTile; j < (v + 1) * kTile; j += kLanes) {
+      const Ints field = shift_right(both(as_ints(load_floats(c + j)), all_ints(0x7FFFFFFF)), 23), product = widen_bytes(bytes + j);
+      const Ints e = larger(field, where_less(product, all_ints(kFloorField), all_ints(0), product));
+      reaching[v] = reaching[v] && all_at_least(e, all_ints(bound));
     }
   }
-  for (int j = 0; j < kTile; ++j) least_field = field[j] < least_field ? field[j] : least_field;
-  return least_field >= bound;
 }
 
 #endif
@@ -364,12 +368,15 @@ __attribute__((noinline)) void careful_step(const Scales *scales, const RowBlock
   for (int i = 0; i < kGroup; ++i) {
     float x[kBlock];
     for (int p = 0; p < kBlock; ++p) x[p] = a->value[p][i];
+#if MOK_ISA_LEVEL >= 2
+    bool reaching[kVectors];
+    find_reaching(a, i, b, old + i * kPanel, bound, reaching);
+#endif
     for (int v = 0; v < kVectors; ++v) {
       float *const from = old + i * kPanel + v * kTile;
       uint8_t *const state = &plain[i * kVectors + v];
 #if MOK_ISA_LEVEL >= 2
-      const int8_t(*const bytes)[kPanel] = reinterpret_cast<const int8_t(*)[kPanel]>(&b->exponent[0][v * kTile]);
-      if (*state == 0 && !never && (bound == 0 || reaches(a, i, bytes, from, bound))) continue;
+      if (*state == 0 && !never && (bound == 0 || reaching[v])) continue;
 #endif
       if (*state == 0) leave_window(scales, from);
       exact_step(x, scales->a_plain, &b->value[0][v * kTile], kPanel, scales->b_plain, from);

@@ -2,6 +2,7 @@
 // operand. The portable code is nothing else; the vector code falls back on it where its window does not reach.
 #pragma once
 
+#include "cpu/isa/product_lanes.h"
 #include "cpu/isa/product_operand.h"
 
 namespace MOK_ISA_NS {
@@ -10,26 +11,8 @@ namespace {
 constexpr int kStep = 16;           // products of a block
 constexpr int32_t kZeroTerm = -133;  // the exponent of a term that is zero
 
-// Sixteen bf16 numbers held as fp32, apart: |x| = significand * 2^(exponent - 7), sign 0 or -1; significand 0 where x is zero.
-struct alignas(64) Parts {
-  int32_t significand[kStep], exponent[kStep], sign[kStep];
-};
-
-void split(const float *x, float scale, Parts *out) {
-  for (int j = 0; j < kStep; ++j) {
-    const uint32_t bits = mok::f32::bits(x[j] * scale);
-    const int32_t field = static_cast<int32_t>((bits >> 23) & 0xFF);
-    out->significand[j] = static_cast<int32_t>((bits >> 16) & 0x7F) | (field != 0 ? 0x80 : 0);
-    out->exponent[j] = (field != 0 ? field : 1) - 127;
-    out->sign[j] = static_cast<int32_t>(bits) >> 31;
-  }
-}
-
-// magnitude * 2^shift, cut toward zero, shift at most 11: both shifts give 0 for a count of 32 and more.
-int32_t shifted(int32_t magnitude, int32_t shift) {
-  const uint32_t left = shift > 0 ? static_cast<uint32_t>(shift) : 0, right = shift < 0 ? static_cast<uint32_t>(-shift) : 0;
-  return static_cast<int32_t>((static_cast<uint32_t>(magnitude) << left) >> (right < 31 ? right : 31));
-}
+// int32 in the vectors of the instruction set; arithmetic is the compiler's.
+typedef int32_t Lanes __attribute__((vector_size(4 * kLanes)));
 
 // (first + second) * 2^unit as fp32, cut toward zero: subnormals kept, infinity beyond the range, +0 for a sum of zero.
 float cut_to_float(int32_t first, int32_t second, int32_t unit) {
@@ -59,39 +42,63 @@ bool special_step(float c, const float *a, const float *b, int64_t b_stride, flo
   return true;
 }
 
+// A bf16 number: |x| = significand * 2^(exponent - 7); sign 0 or -1.
+struct Part {
+  int32_t significand, exponent, sign;
+};
+
+Part split(float x) {
+  const uint32_t bits = mok::f32::bits(x), field = bits >> 23 & 0xFF;
+  return {static_cast<int32_t>((bits >> 16 & 0x7F) | (field == 0 ? 0 : 0x80)), static_cast<int32_t>(field == 0 ? 1 : field) - 127,
+          static_cast<int32_t>(bits) >> 31};
+}
+
+// *sum += magnitude * 2^(exponent - largest), cut toward zero, with its sign. Shifting by more than 31 gives 0, as 31 does; the
+// exponent of a zero may be above `largest`.
+MOK_HD void add_aligned(Lanes magnitude, Lanes exponent, Lanes sign, Lanes largest, Lanes *sum) {
+  Lanes count = largest - exponent;
+  count = count > 31 ? count * 0 + 31 : count;
+  count = count < 0 ? count * 0 : count;
+  *sum += ((magnitude >> count) ^ sign) - sign;
+}
+
+// As finite_step for kLanes columns.
+void finite_lanes(const Part *a, const float *b, int64_t b_stride, float b_scale, float *c) {
+  Lanes magnitude[kStep], exponent[kStep], sign[kStep];  // of products: magnitude * 2^(exponent - 25)
+  Lanes bits, field;
+  memcpy(&bits, c, sizeof bits);
+  field = bits >> 23 & 0xFF;
+  const Lanes none = field * 0, c_sign = bits >> 31, c_exponent = (field == 0 ? none + 1 : field) - 127;
+  const Lanes c_magnitude = ((bits & 0x007FFFFF) | (field == 0 ? none : none + 0x00800000)) << 2;
+  Lanes largest = c_magnitude == 0 ? none + kZeroTerm : c_exponent;
+  for (int p = 0; p < kStep; ++p) {
+    float y[kLanes];
+    for (int j = 0; j < kLanes; ++j) y[j] = b[p * b_stride + j] * b_scale;
+    memcpy(&bits, y, sizeof bits);
+    field = bits >> 23 & 0xFF;
+    magnitude[p] = ((bits >> 16 & 0x7F) | (field == 0 ? none : none + 0x80)) * (a[p].significand << 11);
+    exponent[p] = (field == 0 ? none + 1 : field) + (a[p].exponent - 127);
+    sign[p] = bits >> 31 ^ a[p].sign;
+    const Lanes counted = magnitude[p] == 0 ? none + kZeroTerm : exponent[p];
+    largest = counted > largest ? counted : largest;
+  }
+  Lanes first = none, second = none;  // two sums: each less than 2^31
+  add_aligned(c_magnitude, c_exponent, c_sign, largest, &first);
+  for (int p = 0; p < kStep / 2; ++p) add_aligned(magnitude[p], exponent[p], sign[p], largest, &first);
+  for (int p = kStep / 2; p < kStep; ++p) add_aligned(magnitude[p], exponent[p], sign[p], largest, &second);
+  int32_t sums[3][kLanes];
+  memcpy(sums[0], &first, sizeof first);
+  memcpy(sums[1], &second, sizeof second);
+  memcpy(sums[2], &largest, sizeof largest);
+  for (int j = 0; j < kLanes; ++j) c[j] = cut_to_float(sums[0][j], sums[1][j], sums[2][j] - 25);
+}
+
 // The accumulators c[16], all values finite, after 16 products a[p] * b[p * b_stride + j] whose scaled values are given:
 // a[p] * a_scale and b[..] * b_scale are the bf16 numbers.
 void finite_step(const float *a, float a_scale, const float *b, int64_t b_stride, float b_scale, float *c) {
-  alignas(64) int32_t magnitude[kStep][kStep], exponent[kStep][kStep], sign[kStep][kStep];
-  alignas(64) int32_t largest[kStep], first[kStep], second[kStep] = {};
-  Parts x, y;
-  split(a, a_scale, &x);
-  alignas(64) int32_t c_magnitude[kStep], c_exponent[kStep], c_sign[kStep];
-  for (int j = 0; j < kStep; ++j) {
-    const uint32_t bits = mok::f32::bits(c[j]);
-    const int32_t field = static_cast<int32_t>((bits >> 23) & 0xFF);
-    c_magnitude[j] = static_cast<int32_t>(bits & 0x007FFFFF) | (field != 0 ? 0x00800000 : 0);
-    c_exponent[j] = (field != 0 ? field : 1) - 127;
-    c_sign[j] = static_cast<int32_t>(bits) >> 31;
-    largest[j] = c_magnitude[j] != 0 ? c_exponent[j] : kZeroTerm;
-  }
-  for (int p = 0; p < kStep; ++p) {
-    split(b + p * b_stride, b_scale, &y);
-    const int32_t significand = x.significand[p], power = x.exponent[p], negative = x.sign[p];
-    for (int j = 0; j < kStep; ++j) {
-      magnitude[p][j] = significand * y.significand[j];
-      exponent[p][j] = power + y.exponent[j];
-      sign[p][j] = negative ^ y.sign[j];
-      const int32_t counted = magnitude[p][j] != 0 ? exponent[p][j] : kZeroTerm;
-      largest[j] = counted > largest[j] ? counted : largest[j];
-    }
-  }
-  for (int j = 0; j < kStep; ++j) first[j] = (shifted(c_magnitude[j], c_exponent[j] - largest[j] + 2) ^ c_sign[j]) - c_sign[j];
-  for (int p = 0; p < kStep; ++p) {  // two sums: each less than 2^31
-    int32_t *const sum = p < kStep / 2 ? first : second;
-    for (int j = 0; j < kStep; ++j) sum[j] += (shifted(magnitude[p][j], exponent[p][j] - largest[j] + 11) ^ sign[p][j]) - sign[p][j];
-  }
-  for (int j = 0; j < kStep; ++j) c[j] = cut_to_float(first[j], second[j], largest[j] - 25);
+  Part parts[kStep];
+  for (int p = 0; p < kStep; ++p) parts[p] = split(a[p] * a_scale);
+  for (int j = 0; j < kStep; j += kLanes) finite_lanes(parts, b + j, b_stride, b_scale, c + j);
 }
 
 bool all_finite(const float *x, int64_t count) {

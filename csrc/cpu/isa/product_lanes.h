@@ -37,6 +37,13 @@ Ints repeat_bytes(Ints x) {
 }
 bool all_at_least(Ints a, Ints b) { return _mm512_cmplt_epi32_mask(a, b) == 0; }
 
+// As signed bytes, four times as many.
+Ints load_bytes(const int8_t *from) { return _mm512_loadu_si512(from); }
+void store_all_bytes(int8_t *to, Ints x) { _mm512_storeu_si512(to, x); }
+Ints widen_bytes(const int8_t *from) { return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from))); }
+Ints add_bytes(Ints a, Ints b) { return _mm512_add_epi8(a, b); }
+Ints larger_bytes(Ints a, Ints b) { return _mm512_max_epi8(a, b); }
+
 // As unsigned 16-bit numbers, twice as many.
 Ints load_words(const uint16_t *from) { return _mm512_loadu_si512(from); }
 void store_words(uint16_t *to, Ints x) { _mm512_storeu_si512(to, x); }
@@ -82,6 +89,13 @@ Ints repeat_bytes(Ints x) {
   return _mm256_shuffle_epi8(x, _mm256_broadcastsi128_si256(_mm_setr_epi32(0x00000000, 0x04040404, 0x08080808, 0x0C0C0C0C)));
 }
 bool all_at_least(Ints a, Ints b) { return _mm256_testz_si256(_mm256_cmpgt_epi32(b, a), _mm256_cmpgt_epi32(b, a)) != 0; }
+
+// As signed bytes, four times as many.
+Ints load_bytes(const int8_t *from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(from)); }
+void store_all_bytes(int8_t *to, Ints x) { _mm256_storeu_si256(reinterpret_cast<__m256i *>(to), x); }
+Ints widen_bytes(const int8_t *from) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(from))); }
+Ints add_bytes(Ints a, Ints b) { return _mm256_add_epi8(a, b); }
+Ints larger_bytes(Ints a, Ints b) { return _mm256_max_epi8(a, b); }
 
 // As unsigned 16-bit numbers, twice as many; words_below() takes numbers of at most 15 bits.
 Ints load_words(const uint16_t *from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(from)); }

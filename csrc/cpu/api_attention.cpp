@@ -23,8 +23,9 @@ mok_status check_qk(const Args *args) {
   MOK_REQUIRE_RANGE(args, heads, 1, mok::kWidthMax);
   MOK_REQUIRE_RANGE(args, head_size, 2, mok::kWidthMax);
   MOK_REQUIRE(args->head_size % 2 == 0, "head_size is %" PRId64 "; allowed: even numbers", args->head_size);
-  MOK_REQUIRE(args->ld_in >= args->heads * args->head_size, "ld_in is %" PRId64 "; allowed: heads * head_size = %" PRId64 " or more",
-              args->ld_in, args->heads * args->head_size);
+  MOK_REQUIRE(args->ld_in >= args->heads * args->head_size,
+              "ld_in is %" PRId64 "; allowed: heads * head_size = %" PRId64 " or more", args->ld_in,
+              args->heads * args->head_size);
   MOK_REQUIRE_POINTER(args->in, args->tokens);
   MOK_REQUIRE_POINTER(args->positions, args->tokens);
   MOK_REQUIRE_POINTER(args->cos_sin, args->tokens);
@@ -52,7 +53,8 @@ mok_status check_attention(const Args *args) {
               args->heads, args->kv_heads);
   MOK_REQUIRE_RANGE(args, head_size, 1, mok::kWidthMax);
   MOK_REQUIRE(args->ld_v >= args->kv_heads * args->head_size,
-              "ld_v is %" PRId64 "; allowed: kv_heads * head_size = %" PRId64 " or more", args->ld_v, args->kv_heads * args->head_size);
+              "ld_v is %" PRId64 "; allowed: kv_heads * head_size = %" PRId64 " or more", args->ld_v,
+              args->kv_heads * args->head_size);
   MOK_REQUIRE(std::isfinite(args->scale) && args->scale > 0, "scale is %g; allowed: a finite number above 0",
               static_cast<double>(args->scale));
   const int64_t tokens = args->sequences * args->length;
@@ -76,7 +78,8 @@ AttentionBlocks forward_blocks(const mok_context *context, const mok_attention_f
 }
 
 AttentionBlocks backward_blocks(const mok_context *context) {
-  return {block_of_16(context, 64), block_of_16(context, 512), context->tile_limit};
+  const int64_t queries = block_of_16(context, 64);
+  return {queries, block_of_16(context, 512) / queries * queries, context->tile_limit};
 }
 
 }  // namespace

@@ -48,8 +48,8 @@ mok_status check_chosen(const mok_routing_plan_args *args) {
       MOK_REQUIRE(chosen[k] >= 0 && chosen[k] < args->experts,
                   "expert_index[%" PRId64 ",%" PRId64 "] is %d; allowed: 0 to %" PRId64, t, k, chosen[k], args->experts - 1);
       for (int64_t other = 0; other < k; ++other) {
-        MOK_REQUIRE(chosen[other] != chosen[k], "expert_index[%" PRId64 ",%" PRId64 "] is %d, which the token has chosen before", t, k,
-                    chosen[k]);
+        MOK_REQUIRE(chosen[other] != chosen[k],
+                    "expert_index[%" PRId64 ",%" PRId64 "] is %d, which the token has chosen before", t, k, chosen[k]);
       }
     }
   }
@@ -119,7 +119,8 @@ extern "C" MOK_API mok_status mok_router_forward(mok_context *context, const mok
     MOK_REQUIRE_POINTER(args->status, 1);
     const RouterTable &table = MOK_ISA_PICK(context->isa, router_table);
     std::atomic<bool> failed{false};
-    MOK_TRY(parallel_rows(context, args->tokens, task_rows(context, args->experts), 0, [&](int64_t begin, int64_t end, mok::Scratch *) {
+    const int64_t rows = task_rows(context, args->experts);
+    MOK_TRY(parallel_rows(context, args->tokens, rows, 0, [&](int64_t begin, int64_t end, mok::Scratch *) {
       if (table.forward(args, begin, end)) failed.store(true, std::memory_order_relaxed);
     }));
     if (failed.load(std::memory_order_relaxed)) *args->status = 1;
@@ -146,8 +147,9 @@ extern "C" MOK_API mok_status mok_routing_plan(mok_context *context, const mok_r
     const std::vector<int32_t> counts = count_routed(args);
     std::vector<int64_t> offsets(static_cast<size_t>(args->experts + 1));
     std::vector<int32_t> starts = segment_starts(args, counts, &offsets);
-    MOK_REQUIRE(offsets.back() <= args->rows_capacity, "rows_capacity is %" PRId64 "; allowed: %" PRId64 " or more for this routing",
-                args->rows_capacity, offsets.back());
+    MOK_REQUIRE(offsets.back() <= args->rows_capacity,
+                "rows_capacity is %" PRId64 "; allowed: %" PRId64 " or more for this routing", args->rows_capacity,
+                offsets.back());
     std::copy(counts.begin(), counts.end(), args->counts);
     std::copy(offsets.begin(), offsets.end(), args->expert_offsets);
     write_plan(args, std::move(starts));
@@ -209,8 +211,9 @@ extern "C" MOK_API mok_status mok_swiglu_forward(mok_context *context, const mok
     MOK_REQUIRE_POINTER(args->gate_up, args->rows);
     MOK_REQUIRE_POINTER(args->out, args->rows);
     const ExpertsTable &table = MOK_ISA_PICK(context->isa, experts_table);
-    return parallel_rows(context, args->rows, task_rows(context, args->intermediate), table.swiglu_scratch(args->intermediate),
-                         [&](int64_t begin, int64_t end, mok::Scratch *scratch) { table.swiglu_forward(args, begin, end, scratch); });
+    const auto body = [&](int64_t begin, int64_t end, mok::Scratch *memory) { table.swiglu_forward(args, begin, end, memory); };
+    const size_t scratch_bytes = table.swiglu_scratch(args->intermediate);
+    return parallel_rows(context, args->rows, task_rows(context, args->intermediate), scratch_bytes, body);
   });
 }
 
@@ -230,8 +233,8 @@ extern "C" MOK_API mok_status mok_swiglu_backward(mok_context *context, const mo
     const ExpertsTable &table = MOK_ISA_PICK(context->isa, experts_table);
     const size_t scratch_bytes = table.swiglu_scratch(args->intermediate);
     if (args->grad_slot_weight != nullptr) std::fill_n(args->grad_slot_weight, args->slots, 0.0f);
-    return parallel_rows(context, args->rows, task_rows(context, args->intermediate), scratch_bytes,
-                         [&](int64_t begin, int64_t end, mok::Scratch *scratch) { table.swiglu_backward(args, begin, end, scratch); });
+    const auto body = [&](int64_t begin, int64_t end, mok::Scratch *memory) { table.swiglu_backward(args, begin, end, memory); };
+    return parallel_rows(context, args->rows, task_rows(context, args->intermediate), scratch_bytes, body);
   });
 }
 

@@ -20,7 +20,7 @@ UNIT = {"fp32": 2.0**-24, "bf16": 2.0**-8}  # relative error of one rounding to 
 POISON = float("nan")  # what outputs hold before a call: an element that is not written shows
 
 # threads, instruction set, tile limit (0: full tiles)
-VARIANTS = ((1, "auto", 0), (2, "auto", 1), (3, "avx512", 0), (2, "avx2", 0), (7, "avx2", 3), (7, "portable", 1))
+VARIANTS = ((1, "auto", 0), (2, "auto", 1), (3, "avx512", 80), (2, "avx2", 0), (7, "avx2", 3), (7, "portable", 1))
 
 
 @lru_cache

@@ -64,7 +64,7 @@ def running_service(data_dir: Path) -> Iterator[str]:
     if url is not None:
         yield url
         return
-    data_dir.mkdir(parents=True, exist_ok=True)
+    data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     log = data_dir / "serve.log"
     with log.open("wb") as output:
         # A session of its own: Ctrl-C reaches only us, and we stop the service in order.

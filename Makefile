@@ -34,23 +34,31 @@ lock: $(STAMPS)/test ## choose newest versions and write requirements/*.txt with
 	$(call compile,--extra train --extra api --extra worker,lock.txt,requirements/torch-cpu.txt)
 	$(call compile,--all-extras,lock-test.txt,requirements/torch-cpu.txt -c requirements/lock.txt)
 
-bench: $(STAMPS)/test ## measure the CPU kernels and the service
-	$(BIN)/python -m benchmarks
+bench: $(STAMPS)/test ## measure the CPU kernels, and a whole training step
+	$(BIN)/python -m benchmarks.product
+	$(BIN)/python -m benchmarks.training_step
 
-exhaustive: $(STAMPS)/test ## every value and every fault point; takes long
-	$(BIN)/python -m pytest -m exhaustive
+exhaustive: $(STAMPS)/project ## the functions on all 2^32 inputs, against stored digests; takes long
+	library=$$($(BIN)/python -c 'from mok_service.kernels.library import library_path as p; print(p("cpu"))') && mkdir -p build && \
+		$${CXX:-c++} -std=c++20 -O3 -march=native -Icsrc/include csrc/tests/exhaustive_functions.cpp $$library \
+			-Wl,-rpath,$$(dirname $$library) -pthread -o build/exhaustive_functions
+	build/exhaustive_functions tests/golden/functions.json
 
 test-gpu: $(STAMPS)/test ## the tests that need a CUDA GPU
 	$(BIN)/python -m pytest -m gpu
 
 bench-gpu: $(STAMPS)/test ## measure the CUDA kernels
-	$(BIN)/python -m benchmarks --gpu
+	$(BIN)/python -m benchmarks.gpu_product
+	$(BIN)/python -m benchmarks.gpu_operations
 
-probe-gpu: $(STAMPS)/test ## measure how this GPU's matrix unit rounds and adds
-	$(BIN)/python -m benchmarks.probe_gpu
+probe-gpu: $(STAMPS)/project ## does this GPU's matrix unit round and add as docs/arithmetic.md says?
+	$(BIN)/cmake -S csrc/cuda -B build/cuda-tests -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DMOK_CUDA_TESTS=ON
+	$(BIN)/cmake --build build/cuda-tests --target cuda_probe
+	build/cuda-tests/cuda_probe
 
 clean: ## remove what was built; keeps $(VENV) and .mok
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache $(STAMPS)/project
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 # --- how it is installed ----------------------------------------------------------------------------------------------
 

@@ -2,8 +2,8 @@
 
 usage: python benchmarks/gpu_product.py [--library libmok_cuda.so] [--repeats 5] [--only bf16,fp32,grouped,tiles,blake3]
 
-Every row is the median of several timings of a few calls each, on random operands; ours and the peer's alternate. Products: 2*m*n*k
-floating-point operations. Needs torch with CUDA; the library is loaded through the ABI alone.
+Every row is the median of several timings of a few calls each, on random operands; ours and the peer's alternate. A product is
+2*m*n*k floating-point operations. Needs torch with CUDA; the library is loaded through the ABI alone.
 """
 
 from __future__ import annotations
@@ -87,8 +87,19 @@ def product_call(library: Library, a: torch.Tensor, b: torch.Tensor, c: torch.Te
     n = b.shape[0] if tb else b.shape[1]
     struct = abi.ProductArgs()
     fields = dict(
-        precision=int(a.dtype == BF16), out_bf16=int(c.dtype == BF16), trans_a=int(ta), trans_b=int(tb), m=m, n=n, k=k,
-        lda=a.stride(0), ldb=b.stride(0), ldc=c.stride(0), a=a, b=b, c=c,
+        precision=int(a.dtype == BF16),
+        out_bf16=int(c.dtype == BF16),
+        trans_a=int(ta),
+        trans_b=int(tb),
+        m=m,
+        n=n,
+        k=k,
+        lda=a.stride(0),
+        ldb=b.stride(0),
+        ldc=c.stride(0),
+        a=a,
+        b=b,
+        c=c,
     )
     return lambda: library.call("mok_product", struct, **fields)
 
@@ -99,7 +110,7 @@ def products(library: Library, dtype: torch.dtype, sizes: list[tuple[int, int, i
             a = torch.randn((k, m) if ta else (m, k), device="cuda").to(dtype)
             b = torch.randn((n, k) if tb else (k, n), device="cuda").to(dtype)
             left, right = a.T if ta else a, b.T if tb else b
-            for out in ((BF16, F32) if dtype == BF16 else (F32,)):
+            for out in (BF16, F32) if dtype == BF16 else (F32,):
                 c = torch.empty(m, n, device="cuda", dtype=out)
                 peer_out = torch.empty(m, n, device="cuda", dtype=dtype)
                 ours, peer = milliseconds(
@@ -109,8 +120,21 @@ def products(library: Library, dtype: torch.dtype, sizes: list[tuple[int, int, i
                 reference = left[:rows].float() @ right.float()
                 relative = float((c[:rows].float() - reference).norm() / reference.norm())
                 flops = 2.0 * m * n * k
-                row(what="product" + label, dtype=str(dtype)[6:], out=str(out)[6:], m=m, n=n, k=k, ta=int(ta), tb=int(tb), ms=ours,
-                    tflops=flops / ours / 1e9, cublas_tflops=flops / peer / 1e9, ratio=peer / ours, relative=relative)
+                row(
+                    what="product" + label,
+                    dtype=str(dtype)[6:],
+                    out=str(out)[6:],
+                    m=m,
+                    n=n,
+                    k=k,
+                    ta=int(ta),
+                    tb=int(tb),
+                    ms=ours,
+                    tflops=flops / ours / 1e9,
+                    cublas_tflops=flops / peer / 1e9,
+                    ratio=peer / ours,
+                    relative=relative,
+                )
 
 
 def grouped(library: Library, repeats: int) -> None:
@@ -140,9 +164,17 @@ def grouped(library: Library, repeats: int) -> None:
     peer = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
     cases: dict[str, tuple[str, dict[str, Any], Callable[[], Any] | None]] = {
         "by_rows, rows gathered": ("mok_grouped_product_by_rows", dict(shape, a=x, a_rows=rows), None),
-        "by_rows, rows in place": ("mok_grouped_product_by_rows", dict(shape, a=gathered), lambda: peer(gathered, up.transpose(1, 2), offs=offsets[1:])),
+        "by_rows, rows in place": (
+            "mok_grouped_product_by_rows",
+            dict(shape, a=gathered),
+            lambda: peer(gathered, up.transpose(1, 2), offs=offsets[1:]),
+        ),
         "by_depth, B gathered": ("mok_grouped_product_by_depth", dict(depth, b=x, b_rows=rows), None),
-        "by_depth, rows in place": ("mok_grouped_product_by_depth", dict(depth, b=gathered), lambda: peer(act.T, gathered, offs=offsets[1:])),
+        "by_depth, rows in place": (
+            "mok_grouped_product_by_depth",
+            dict(depth, b=gathered),
+            lambda: peer(act.T, gathered, offs=offsets[1:]),
+        ),
         "by_depth, carried": ("mok_grouped_product_by_depth", dict(depth, b=gathered, initial=weight_gradient), None),
     }
     flops = 2.0 * tokens * top_k * hidden * 2 * inner
@@ -153,7 +185,16 @@ def grouped(library: Library, repeats: int) -> None:
             calls.append(torch_call)
         times = milliseconds(calls, repeats)
         peer_tflops = flops / times[1] / 1e9 if len(times) > 1 else None
-        row(what=name, experts=experts, rows=capacity, n=2 * inner, k=hidden, ms=times[0], tflops=flops / times[0] / 1e9, torch_tflops=peer_tflops)
+        row(
+            what=name,
+            experts=experts,
+            rows=capacity,
+            n=2 * inner,
+            k=hidden,
+            ms=times[0],
+            tflops=flops / times[0] / 1e9,
+            torch_tflops=peer_tflops,
+        )
 
 
 def tiles(path: Path, repeats: int) -> None:

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "cuda/attention.cuh"
+#include "cuda/attention_fused.h"
 #include "cuda/product.h"
 #include "cuda/rows.cuh"
 
@@ -198,6 +199,9 @@ mok_status forward_block(const mok_context &context, const ForwardSequence &s, i
   return MOK_OK;
 }
 
+// Tests take both ways: the smallest tile means blocks.
+bool use_fused(const mok_context *context) { return context->tile != kTileKinds; }
+
 template <typename Args>
 mok_status check(const Args *args) {
   MOK_TRY(check_precision(args->precision));
@@ -226,6 +230,7 @@ mok_status check(const Args *args) {
 mok_status forward(const mok_context *context, const mok_attention_forward_args *args) {
   MOK_TRY(check(args));
   if (args->sequences * args->length == 0) return MOK_OK;
+  if (use_fused(context) && fused_attention_forward(*args)) return launch_fused_forward(*context, *args);
   const bool bf16 = args->precision == MOK_BF16;
   const int64_t size = args->head_size;
   const int64_t operand_bytes = bf16 ? 2 : 4;
@@ -362,6 +367,7 @@ mok_status backward(const mok_context *context, const mok_attention_backward_arg
   MOK_REQUIRE_POINTER(args->grad_k, tokens);
   MOK_REQUIRE_POINTER(args->grad_v, tokens);
   if (tokens == 0) return MOK_OK;
+  if (use_fused(context) && fused_attention_backward(*args)) return launch_fused_backward(*context, *args);
   const int32_t precision = args->precision;
   const bool bf16 = precision == MOK_BF16;
   const int64_t size = args->head_size;

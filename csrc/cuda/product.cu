@@ -47,36 +47,6 @@ const TileRow &choose_tile(const mok_context &context, int64_t matrices, int64_t
   return *best;
 }
 
-bool multiple_of_16_bytes(const void *pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
-
-// An operand as a stack of row-major matrices [rows, columns].
-struct Matrices {
-  const void *base;
-  int64_t rows, columns, pitch, groups, group_elements;
-
-  bool aligned() const {
-    return multiple_of_16_bytes(base) && pitch % 8 == 0 && (groups == 1 || group_elements % 8 == 0);
-  }
-};
-
-// A map of boxes 64 elements wide and `box_rows` high, swizzled by 128 bytes, zeros outside.
-mok_status encode_map(const mok_context &context, const Matrices &matrices, int64_t box_rows, CUtensorMap *map) {
-  const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(matrices.columns), static_cast<cuuint64_t>(matrices.rows),
-                               static_cast<cuuint64_t>(matrices.groups)};
-  const int64_t group_bytes = 2 * (matrices.groups == 1 ? matrices.pitch : matrices.group_elements);
-  const cuuint64_t pitches[2] = {static_cast<cuuint64_t>(2 * matrices.pitch), static_cast<cuuint64_t>(group_bytes)};
-  const cuuint32_t box[3] = {64, static_cast<cuuint32_t>(box_rows), 1};
-  const cuuint32_t steps[3] = {1, 1, 1};
-  const CUresult result = context.encode_tensor_map(
-      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void *>(matrices.base), sizes, pitches, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS) {
-    MOK_FAIL(MOK_INTERNAL, "cuTensorMapEncodeTiled gave %d for %" PRId64 " matrices of %" PRId64 " x %" PRId64 ", pitch %" PRId64,
-             static_cast<int>(result), matrices.groups, matrices.rows, matrices.columns, matrices.pitch);
-  }
-  return MOK_OK;
-}
-
 ProductOperand operand(const Matrices &matrices, const int32_t *rows, int32_t share) {
   return ProductOperand{static_cast<const uint16_t *>(matrices.base), matrices.pitch, matrices.groups == 1 ? 0 : matrices.group_elements, rows,
                         share, matrices.aligned() ? 1 : 0};
@@ -248,6 +218,23 @@ mok_status by_depth(mok_context *context, const mok_grouped_product_args *args) 
 }
 
 }  // namespace
+
+mok_status encode_map(const mok_context &context, const Matrices &matrices, int64_t box_rows, CUtensorMap *map) {
+  const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(matrices.columns), static_cast<cuuint64_t>(matrices.rows),
+                               static_cast<cuuint64_t>(matrices.groups)};
+  const int64_t group_bytes = 2 * (matrices.groups == 1 ? matrices.pitch : matrices.group_elements);
+  const cuuint64_t pitches[2] = {static_cast<cuuint64_t>(2 * matrices.pitch), static_cast<cuuint64_t>(group_bytes)};
+  const cuuint32_t box[3] = {64, static_cast<cuuint32_t>(box_rows), 1};
+  const cuuint32_t steps[3] = {1, 1, 1};
+  const CUresult result = context.encode_tensor_map(
+      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void *>(matrices.base), sizes, pitches, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) {
+    MOK_FAIL(MOK_INTERNAL, "cuTensorMapEncodeTiled gave %d for %" PRId64 " matrices of %" PRId64 " x %" PRId64 ", pitch %" PRId64,
+             static_cast<int>(result), matrices.groups, matrices.rows, matrices.columns, matrices.pitch);
+  }
+  return MOK_OK;
+}
 
 mok_status run_batched(const mok_context &context, const BatchedProduct &p) {
   if (p.m == 0 || p.n == 0 || p.batch == 0) return MOK_OK;

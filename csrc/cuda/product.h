@@ -7,6 +7,17 @@
 
 namespace mok::cuda {
 
+inline bool multiple_of_16_bytes(const void *pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+
+// An operand as a stack of row-major matrices [rows, columns]; `pitch` and `group_elements` in elements.
+struct Matrices {
+  const void *base;
+  int64_t rows, columns, pitch, groups, group_elements;
+
+  // Whether TMA can read it as bf16.
+  bool aligned() const { return multiple_of_16_bytes(base) && pitch % 8 == 0 && (groups == 1 || group_elements % 8 == 0); }
+};
+
 // An operand for threads that load it themselves.
 struct ProductOperand {
   const uint16_t *base;
@@ -60,6 +71,10 @@ struct ProductFp32 {
   ProductOutput out;
 };
 mok_status launch_product_fp32(const mok_context &, const ProductFp32 &, bool a_mn, bool b_mn);
+
+// A map for TMA of `groups` row-major bf16 matrices, in boxes of 64 columns by box_rows, swizzled by 128 bytes, zeros outside. Rows and
+// matrices start at multiples of 16 bytes.
+mok_status encode_map(const mok_context &, const Matrices &, int64_t box_rows, CUtensorMap *);
 
 // A batch of products of one shape: matrix i of an operand starts i * step elements after its base (b: i / b_share). What mok_product
 // calls with a batch of one, and what attention calls for its heads.

@@ -88,11 +88,12 @@ __device__ __forceinline__ void wgmma_registers(float (&acc)[N / 2], const uint3
 }
 
 // The matrix descriptor of an operand whose first row (K-major) or box (MN-major) is at `address`: 128-byte swizzle, 1,024 bytes between
-// groups of 8 rows, 8,192 bytes between boxes. The leading offset is not read for K-major operands.
+// groups of 8 rows, BOX bytes between boxes. The latter is not read for K-major operands.
+template <int BOX>
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
   constexpr uint64_t swizzle_128 = 1ull << 62;
   constexpr uint64_t stride = static_cast<uint64_t>(8 * kRowBytes >> 4) << 32;
-  constexpr uint64_t leading = static_cast<uint64_t>(kBoxBytes >> 4) << 16;
+  constexpr uint64_t leading = static_cast<uint64_t>(BOX >> 4) << 16;
   return swizzle_128 | stride | leading | ((address & 0x3FFFF) >> 4);
 }
 
@@ -118,10 +119,17 @@ __device__ __forceinline__ void pin(float (&acc)[COUNT]) {
   }
 }
 
-// Step `step` (of the four of a row) of the operands at a and b, shared addresses of their first row or box.
+// Step `step` (of the four of a row; of an MN-major box, any) of the operands at a and b, shared addresses of their first row or box.
 template <int N, bool A_MN, bool B_MN>
 __device__ __forceinline__ void multiply_step(float (&acc)[N / 2], uint32_t a, uint32_t b, int step) {
-  wgmma<N, A_MN, B_MN>(acc, matrix_descriptor(a) + step * kDescriptorStep<A_MN>, matrix_descriptor(b) + step * kDescriptorStep<B_MN>);
+  wgmma<N, A_MN, B_MN>(acc, matrix_descriptor<kBoxBytes>(a) + step * kDescriptorStep<A_MN>,
+                       matrix_descriptor<kBoxBytes>(b) + step * kDescriptorStep<B_MN>);
+}
+
+// The same with A in registers; BOX: bytes between the boxes of an MN-major B.
+template <int N, bool B_MN, int BOX = kBoxBytes>
+__device__ __forceinline__ void multiply_registers(float (&acc)[N / 2], const uint32_t (&a)[4], uint32_t b, int step) {
+  wgmma_registers<N, B_MN>(acc, a, matrix_descriptor<BOX>(b) + step * kDescriptorStep<B_MN>);
 }
 
 #else
@@ -161,7 +169,7 @@ template <int COUNT>
 __device__ __forceinline__ void pin(float (&)[COUNT]) {}
 
 // Multiplies A in registers with step `step` of B.
-template <int N, bool B_MN>
+template <int N, bool B_MN, int BOX = kBoxBytes>
 __device__ __forceinline__ void multiply_registers(float (&acc)[N / 2], const uint32_t (&a)[4], uint32_t b, int step) {
   const uint32_t lane = threadIdx.x % 32;
 #pragma unroll
@@ -169,7 +177,7 @@ __device__ __forceinline__ void multiply_registers(float (&acc)[N / 2], const ui
     uint32_t matrices[4];
     if constexpr (B_MN) {
       const uint32_t row = step * kStepDepth + (lane & 15);
-      load_matrices<true>(matrices, b + pair / 4 * kBoxBytes + swizzled(row, (2 * pair + (lane >> 4)) % 8));
+      load_matrices<true>(matrices, b + pair / 4 * BOX + swizzled(row, (2 * pair + (lane >> 4)) % 8));
     } else {
       const uint32_t row = 16 * pair + (lane & 7) + ((lane >> 4) << 3);
       load_matrices<false>(matrices, b + swizzled(row, 2 * step + ((lane >> 3) & 1)));
@@ -193,14 +201,6 @@ __device__ __forceinline__ void multiply_step(float (&acc)[N / 2], uint32_t a, u
   multiply_registers<N, B_MN>(acc, rows, b, step);
 }
 
-#endif
-
-// acc += A * B with A in registers: for probabilities that were computed in place (attention) and for the probe.
-#if MOK_CUDA_WGMMA
-template <int N, bool B_MN>
-__device__ __forceinline__ void multiply_registers(float (&acc)[N / 2], const uint32_t (&a)[4], uint32_t b, int step) {
-  wgmma_registers<N, B_MN>(acc, a, matrix_descriptor(b) + step * kDescriptorStep<B_MN>);
-}
 #endif
 
 }  // namespace mok::cuda

@@ -71,15 +71,16 @@ int64_t block_of_16(const mok_context *context, int64_t size) {
   return std::max<int64_t>(16, mok::min_block(context, size) / 16 * 16);
 }
 
-// A forward task holds dots of `queries` rows of each query head of a key head with all keys: fewer for long sequences.
+// A forward task holds the dots of `stack` rows with all keys: queries of the query heads that share a key head.
 AttentionBlocks forward_blocks(const mok_context *context, const mok_attention_forward_args *args) {
-  const int64_t stack = args->length <= 4096 ? 128 : 64, queries = std::min<int64_t>(64, stack / (args->heads / args->kv_heads));
-  return {block_of_16(context, queries), block_of_16(context, 512), context->tile_limit};
+  const int64_t stack = args->length <= 4096 ? 128 : 64, shared = args->heads / args->kv_heads;
+  const int64_t queries = block_of_16(context, std::min<int64_t>(64, stack / shared));
+  return {queries, block_of_16(context, 512), mok::min_block(context, std::max<int64_t>(1, stack / queries)), context->tile_limit};
 }
 
 AttentionBlocks backward_blocks(const mok_context *context) {
   const int64_t queries = block_of_16(context, 64);
-  return {queries, block_of_16(context, 512) / queries * queries, context->tile_limit};
+  return {queries, block_of_16(context, 512) / queries * queries, 0, context->tile_limit};
 }
 
 }  // namespace

@@ -232,7 +232,10 @@ extern "C" MOK_API mok_status mok_swiglu_backward(mok_context *context, const mo
     }
     const ExpertsTable &table = MOK_ISA_PICK(context->isa, experts_table);
     const size_t scratch_bytes = table.swiglu_scratch(args->intermediate);
-    if (args->grad_slot_weight != nullptr) std::fill_n(args->grad_slot_weight, args->slots, 0.0f);
+    const int64_t slots = args->grad_slot_weight != nullptr ? args->slots : 0;
+    MOK_TRY(parallel_rows(context, slots, kTaskElements, scratch_bytes, [&](int64_t begin, int64_t end, mok::Scratch *) {
+      std::fill(args->grad_slot_weight + begin, args->grad_slot_weight + end, 0.0f);  // of slots without a row
+    }));
     const auto body = [&](int64_t begin, int64_t end, mok::Scratch *memory) { table.swiglu_backward(args, begin, end, memory); };
     return parallel_rows(context, args->rows, task_rows(context, args->intermediate), scratch_bytes, body);
   });

@@ -93,11 +93,19 @@ def define_attention(p: Attention) -> Results:
     return {"out": out, "row_max": row_max, "row_recip": row_recip, "grad_q": grad_q, "grad_k": grad_k, "grad_v": grad_v}
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize(
-    ("sequences", "length", "heads", "kv_heads", "size"),
-    [(1, 1, 1, 1, 2), (2, 16, 2, 2, 16), (1, 17, 4, 2, 6), (2, 33, 3, 1, 32), (1, 70, 4, 2, 8), (1, 5, 2, 1, 256)],
+SHAPES = (
+    (1, 1, 1, 1, 2),
+    (2, 16, 2, 2, 16),
+    (1, 17, 4, 2, 6),
+    (2, 33, 3, 1, 32),
+    (1, 70, 4, 2, 8),
+    (1, 5, 2, 1, 256),
+    (1, 20, 19, 1, 4),  # more query heads of one key head than a task takes
 )
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("sequences", "length", "heads", "kv_heads", "size"), SHAPES)
 def test_attention_has_the_defined_bits(
     precision: str, sequences: int, length: int, heads: int, kv_heads: int, size: int
 ) -> None:

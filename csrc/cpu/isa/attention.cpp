@@ -173,11 +173,16 @@ size_t rounded_bytes(int32_t precision, int64_t count) {
 
 size_t larger(size_t a, size_t b) { return a > b ? a : b; }
 
-int64_t forward_tasks(const mok_attention_forward_args *args, const AttentionBlocks *blocks) {
-  return blocks_of(args->length, blocks->queries) * args->sequences * args->kv_heads;
+// Forward tasks of a key head for one block of queries.
+int64_t head_parts(const mok_attention_forward_args *args, const AttentionBlocks *blocks) {
+  return blocks_of(args->heads / args->kv_heads, blocks->heads);
 }
 
-// One forward task: a block of queries of all query heads of a key head. `stack` is (query head, query), head-major.
+int64_t forward_tasks(const mok_attention_forward_args *args, const AttentionBlocks *blocks) {
+  return blocks_of(args->length, blocks->queries) * args->sequences * args->kv_heads * head_parts(args, blocks);
+}
+
+// One forward task: a block of queries of some query heads of a key head. `stack` is (query head, query), head-major.
 struct Forward {
   const mok_attention_forward_args *args;
   Products products;
@@ -193,7 +198,8 @@ struct Forward {
 
 size_t forward_scratch(const mok_attention_forward_args *args, const AttentionBlocks *blocks) {
   const Products products = products_of(args->precision, blocks->tile_limit, nullptr);
-  const int64_t size = args->head_size, stack = smaller(blocks->queries, args->length) * (args->heads / args->kv_heads);
+  const int64_t size = args->head_size, heads = smaller(blocks->heads, args->heads / args->kv_heads);
+  const int64_t stack = heads * smaller(blocks->queries, args->length);
   const int64_t keys = smaller(blocks->keys, args->length), dots = stack * padded(args->length);
   const size_t packed = larger(packed_bytes(&products, keys, size), packed_bytes(&products, stack, keys));
   const size_t product = larger(multiply_scratch(&products, stack, keys, size), multiply_scratch(&products, size, stack, keys));
@@ -202,17 +208,18 @@ size_t forward_scratch(const mok_attention_forward_args *args, const AttentionBl
 }
 
 Forward forward_task(const mok_attention_forward_args *args, const AttentionBlocks *blocks, int64_t index, Scratch *scratch) {
-  const int64_t pairs = args->sequences * args->kv_heads, shared = args->heads / args->kv_heads, size = args->head_size;
+  const int64_t shared = args->heads / args->kv_heads, size = args->head_size, parts = head_parts(args, blocks);
+  const int64_t all_heads = args->sequences * args->kv_heads * parts, part = index % parts;
   Forward task = {};
   task.args = args;
   task.products = products_of(args->precision, blocks->tile_limit, scratch);
   task.key_tile = smaller(blocks->keys, args->length);
-  task.token = index % pairs / args->kv_heads * args->length;
-  task.first = (blocks_of(args->length, blocks->queries) - 1 - index / pairs) * blocks->queries;
+  task.token = index % all_heads / parts / args->kv_heads * args->length;
+  task.first = (blocks_of(args->length, blocks->queries) - 1 - index / all_heads) * blocks->queries;
   task.rows = smaller(blocks->queries, args->length - task.first);
-  task.kv_head = index % args->kv_heads;
-  task.head = task.kv_head * shared;
-  task.stack = shared * task.rows;
+  task.kv_head = index / parts % args->kv_heads;
+  task.head = task.kv_head * shared + part * blocks->heads;
+  task.stack = smaller(blocks->heads, shared - part * blocks->heads) * task.rows;
   task.keys = task.first + task.rows;
   task.width = padded(task.keys);
   task.dots = take_floats(scratch, task.stack * task.width);

@@ -3,15 +3,18 @@
 
 #include "cpu/isa/isa.h"
 
-// How a call is cut; none of it shows in the bits. Both blocks are multiples of 16: products start at absolute 16-blocks. In a
-// backward call `keys` is a multiple of `queries`: a block of queries sees all keys of a tile or a multiple of `queries`.
+// How a call is cut; none of it shows in the bits. Blocks of queries and of keys are multiples of 16: products start at absolute
+// 16-blocks. In a backward call `keys` is a multiple of `queries`: a block of queries sees all keys of a tile or a multiple of
+// `queries`.
 struct AttentionBlocks {
-  int64_t queries, keys, tile_limit;
+  int64_t queries, keys;
+  int64_t heads;  // query heads that a forward task takes together
+  int64_t tile_limit;
 };
 
 struct AttentionTable {
-  // Tasks: (query block, sequence, key/value head), the longest first, for all query heads of the key head: their rows of out,
-  // row_max and row_recip.
+  // Tasks: (query block, sequence, key/value head, part of its query heads), the longest first: their rows of out, row_max and
+  // row_recip.
   int64_t (*forward_tasks)(const mok_attention_forward_args *args, const AttentionBlocks *blocks);
   size_t (*forward_scratch)(const mok_attention_forward_args *args, const AttentionBlocks *blocks);
   void (*forward)(const mok_attention_forward_args *args, const AttentionBlocks *blocks, int64_t task, mok::Scratch *scratch);

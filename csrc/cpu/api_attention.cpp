@@ -75,7 +75,8 @@ int64_t block_of_16(const mok_context *context, int64_t size) {
 AttentionBlocks forward_blocks(const mok_context *context, const mok_attention_forward_args *args) {
   const int64_t stack = args->length <= 4096 ? 128 : 64, shared = args->heads / args->kv_heads;
   const int64_t queries = block_of_16(context, std::min<int64_t>(64, stack / shared));
-  return {queries, block_of_16(context, 512), mok::min_block(context, std::max<int64_t>(1, stack / queries)), context->tile_limit};
+  const int64_t heads = mok::min_block(context, std::max<int64_t>(1, stack / queries));
+  return {queries, block_of_16(context, 512), heads, context->tile_limit};
 }
 
 AttentionBlocks backward_blocks(const mok_context *context) {

@@ -28,7 +28,12 @@ def header_structs() -> dict[str, list[tuple[str, object]]]:
             for field in (f.strip() for f in names.split(",")):
                 array = re.fullmatch(r"(\w+)\[(\d+)\]", field)
                 if field.startswith("*"):
-                    fields.append((field.removeprefix("*").removeprefix("const *").strip(), ctypes.c_char_p if kind == "char" else ctypes.c_void_p))
+                    fields.append(
+                        (
+                            field.removeprefix("*").removeprefix("const *").strip(),
+                            ctypes.c_char_p if kind == "char" else ctypes.c_void_p,
+                        )
+                    )
                 elif array:
                     fields.append((array[1], C_TYPES[kind] * int(array[2])))
                 else:

@@ -11,7 +11,6 @@ from typing import Any
 from mok_service.db.session import Database, check_schema
 from mok_service.settings import Settings
 
-
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
 

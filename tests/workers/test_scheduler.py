@@ -182,6 +182,7 @@ def test_closing_gives_the_run_back_and_nothing_is_lost(world: World) -> None:
     world.scheduler.close(lambda: world.now)
     run = world.run(run_id)
     assert run.status == "queued" and world.ends(run_id) == ["service_restarted"] and not world.cluster.handles
+    assert runs.nodes(world.db) == []
     world.boot()
     world.ended(run_id)
     world.assert_whole(run_id, 40)
@@ -393,6 +394,14 @@ def test_a_database_that_goes_away_and_comes_back_loses_nothing(world: World, mo
             failed += 1
     world.assert_whole(run_id, 40)
     assert failed and world.ends(run_id) == ["finished"]
+
+
+def test_what_cannot_be_ended_does_not_keep_the_rest_from_ending(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_ids = [world.submit(steps=1000, threads=1, seed=seed) for seed in (1, 2)]
+    world.until(lambda: len(world.cluster.handles) == 2)
+    monkeypatch.setattr(world.handle(run_ids[0]), "end", lambda: 1 // 0)
+    world.scheduler.close(lambda: world.now)
+    assert [world.run(run_id).status for run_id in run_ids] == ["queued", "queued"]
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -48,6 +48,10 @@ RAY_VARIABLES: Final = {
 }
 
 
+class ClusterLost(Exception):
+    """The cluster is gone as a whole: only a new one helps."""
+
+
 class Handle(Protocol):
     """One placed attempt. No call of it waits."""
 
@@ -71,7 +75,7 @@ class Cluster(Protocol):
     def start(self) -> None: ...
 
     def nodes(self) -> Sequence[NodeSize]:
-        """What is there in all, by live node."""
+        """What is there in all, by live node. Raises ClusterLost when there is none."""
 
     def place(self, payload: Payload) -> Handle:
         """Make a placement group and an actor named after the attempt. Doesn't wait for either."""
@@ -122,6 +126,8 @@ class RayCluster:
         import ray
 
         alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+        if not alive:
+            raise ClusterLost("Ray's node on this machine is dead")
         return [
             NodeSize(node["NodeManagerHostname"], int(node["Resources"].get("CPU", 0)), int(node["Resources"].get("GPU", 0)))
             for node in alive

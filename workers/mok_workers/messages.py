@@ -34,6 +34,7 @@ class Payload:
     checkpoints: str             # the run's checkpoint folder
     manifest: DataManifest | None  # what the data must be, once an earlier attempt recorded it
     last_step: int | None        # last step record on file; the attempt must not leave a gap after it
+    on_record: tuple[CheckpointInfo, ...]  # checkpoints on file: one that says anything else of itself is damaged
     lease_seconds: float
     devices: Devices
 

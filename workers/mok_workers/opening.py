@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -45,7 +44,7 @@ class NativeTraining:
         at_most = -1 if payload.last_step is None else payload.last_step
         start = initial_weights(job, roots, self._store.root.parent)
         self._trainer = whole_trainer(
-            self._store, at_most, control,
+            self._store, at_most, payload.on_record, control,
             lambda limit: Trainer(job, corpus, backend, self._store, resume_at_most=limit, initial_weights=start),
         )
         self.resumed_from = self._trainer.step if self._trainer.record_zero is None else None
@@ -78,20 +77,34 @@ def open_training(payload: Payload, control: Control) -> NativeTraining:
     return NativeTraining(payload, control)
 
 
-def whole_trainer(store: CheckpointStore, at_most: int, control: Control, make: Any) -> Trainer:
-    """A trainer at the newest checkpoint up to `at_most` whose bytes are as recorded.
+def whole_trainer(
+    store: CheckpointStore, at_most: int, on_record: Sequence[CheckpointInfo], control: Control, make: Callable[[int], Trainer]
+) -> Trainer:
+    """A trainer at the newest checkpoint up to `at_most` that is what the record says, and whose bytes are what it says itself.
 
     A damaged one is set aside under a hidden name, so that its step is computed and committed again.
     """
     while True:
         try:
-            trainer: Trainer = make(at_most)
-            return trainer
+            refuse_contradictions(store.list(), on_record)
+            return make(at_most)
         except Tampered as error:
             step = error.detail["step"]
             folder = store.root / folder_name(step)
             folder.rename(folder.with_name(f".{folder.name}.damaged-{os.getpid()}"))
             control.log(f"the checkpoint after step {step} is damaged and was set aside: {error.message}", "warning", step)
+
+
+def refuse_contradictions(found: Sequence[CheckpointInfo], on_record: Sequence[CheckpointInfo]) -> None:
+    """Raises Tampered at the first checkpoint whose state or place in the chain isn't the recorded one."""
+    recorded = {info.step: (info.head, info.state) for info in on_record}
+    for info in found:
+        expected = recorded.get(info.step)
+        if expected is not None and expected != (info.head, info.state):
+            raise Tampered(
+                f"{info.folder} says that it has head {info.head} and weights {info.state.weights}, recorded are head "
+                f"{expected[0]} and weights {expected[1].weights}", step=info.step,
+            )
 
 
 def initial_weights(job: JobSpec, roots: list[Path], runs: Path) -> dict[str, Tensor] | None:

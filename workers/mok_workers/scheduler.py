@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any, Final
 
 from sqlalchemy.exc import InterfaceError, OperationalError
@@ -107,7 +108,8 @@ class Scheduler:
         self._cluster.start()
 
     def tick(self, now: datetime) -> None:
-        """Reap, hear every attempt, claim. Raises only when the database can't be reached: nothing is lost then, tick again."""
+        """Reap, hear every attempt, claim. Raises only when the database can't be reached (nothing is lost: tick again), and
+        ClusterLost."""
         if due(self._reported_at, now, self._settings.heartbeat_seconds):
             self._report(now)
         if due(self._reaped_at, now, REAP_SECONDS):
@@ -283,6 +285,7 @@ class Scheduler:
         payload = Payload(
             name=attempt_name(lease), job=spec, data_roots=tuple(map(str, self._settings.data_roots)),
             checkpoints=str(self._settings.checkpoints(run.id)), manifest=job.manifest, last_step=run.step,
+            on_record=tuple(stored.info for stored in runs.checkpoints(self._db, run.id, run.tenant)),
             lease_seconds=lease.lease_seconds, devices=placed[1],
         )
         try:
@@ -316,15 +319,20 @@ class Scheduler:
     def close(self, clock: Callable[[], datetime]) -> None:
         """End every worker and the cluster. What was running goes back to the queue, to go on from its last checkpoint."""
         for active in self._active:
-            active.handle.end()
-        self._cluster.close()
-        for active in self._active:
+            self._try(active.handle.end, f"{active.name} can't be ended")
+        self._try(self._cluster.close, "the cluster can't be closed")
+        for active in self._active:  # where this fails, the next boot ends the lease
             active.ending = active.ending or Release("service_restarted", "the service was stopped")
-            try:
-                self._write(active, clock())
-            except Exception as error:  # the next boot ends its lease
-                log.warning("%s: %s", active.name, error)
+            self._try(partial(self._write, active, clock()), f"{active.name} can't be given back")
+        self._try(lambda: runs.report_nodes(self._db, self._worker, [], clock()), "the nodes can't be taken off the list")
         self._active.clear()
+
+    def _try(self, action: Callable[[], object], otherwise: str) -> None:
+        """At the end, one part's failure doesn't keep the others from ending."""
+        try:
+            action()
+        except Exception:
+            log.exception("%s", otherwise)
 
 
 def attempt_name(lease: Lease) -> str:

@@ -110,7 +110,7 @@ class Service:
         # On an embedded database nobody else schedules; on a shared one, a scheduler's name is its host and folder.
         self._worker = f"{socket.gethostname()}:{settings.data_dir}"
         self._stop, self._up = threading.Event(), threading.Event()
-        self._failure: str | None = None
+        self._status = 0
         self._on_stop: list[Callable[[], None]] = []
 
     def run(self, app: str, listening: socket.socket, url: str) -> int:
@@ -195,7 +195,9 @@ class Service:
             scheduler.run_forever(self._stop, up)
         except Exception as error:
             log.exception("the scheduler failed")
-            self._fail(f"the scheduler failed: {type(error).__name__}: {error}")
+            self._status = 1
+            if not self._up.is_set():  # it won't do better the next time
+                self._fail(f"the scheduler failed: {type(error).__name__}: {error}")
         self.stop()
 
     def _announce(self, url: str) -> None:
@@ -211,11 +213,11 @@ class Service:
             self._stop.wait(0.02)
 
     def _fail(self, message: str) -> None:
-        self._failure = message
+        self._status = 1
         self._tell({"error": f"{message} (see {self._settings.data_dir / LOG_FILE})"})
 
     def _leave(self) -> NoReturn:
-        leave(1 if self._failure else 0)
+        leave(self._status)
 
 
 def load(app: str) -> Callable[[Database, Settings], Any]:

@@ -25,7 +25,8 @@ void embedding_forward(const mok_embedding_forward_args *args, int64_t begin, in
   }
 }
 
-void embedding_backward(const mok_embedding_backward_args *args, const int32_t *tokens, int64_t count, int64_t begin, int64_t end) {
+void embedding_backward(const mok_embedding_backward_args *args, const int32_t *tokens, int64_t count, int64_t begin,
+                        int64_t end) {
   constexpr int64_t kWidth = 64;
   float *const row = args->grad_table + args->ids[tokens[0]] * args->hidden;
   for (int64_t start = begin; start < end; start += kWidth) {

@@ -9,7 +9,8 @@ namespace {
 
 namespace f32 = mok::f32;
 
-void square_blocks(int64_t rows, int64_t columns, const float *matrix, int64_t block_row, int64_t first, int64_t last, float *sums) {
+void square_blocks(int64_t rows, int64_t columns, const float *matrix, int64_t block_row, int64_t first, int64_t last,
+                   float *sums) {
   float row_sums[kSquareBlock][kSquareBlocks];
   const int64_t top = block_row * kSquareBlock, blocks = last - first;
   const int64_t height = rows - top < kSquareBlock ? rows - top : kSquareBlock;

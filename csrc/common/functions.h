@@ -235,8 +235,8 @@ MOK_HD double cos(double x) {
 
 namespace f32 {
 
-// |x| = quarter * pi/2 + r for finite |x| >= 2^-1, from the bits of 2/pi that matter: x = m 2^e, and m times the 96 bits of 2^e 2/pi
-// from weight 2 down to 2^-94 is |x| 2/pi modulo 4.
+// |x| = quarter * pi/2 + r for finite |x| >= 1/2, from the bits of 2/pi that matter: |x| = m 2^e, and m times the 96 bits of
+// 2^e 2/pi from weight 2 down to 2^-94 is |x| 2/pi modulo 4.
 MOK_HD double reduce(float x, uint32_t *quarter) {
   constexpr uint32_t kTwoOverPi[8] = {0u,          0xA2F9836Eu, 0x4E441529u, 0xFC2757D1u,
                                       0xF534DDC0u, 0xDB629599u, 0x3C439041u, 0xFE5163ABu};

@@ -16,7 +16,8 @@ constexpr int64_t kRopeElements = 1 << 12;
 extern "C" MOK_API mok_status mok_random_normal(mok_context *context, const mok_random_normal_args *args) {
   return mok::enter("mok_random_normal", context, args, [&] {
     int64_t last;
-    MOK_REQUIRE(args->first >= 0 && args->count >= 0 && !__builtin_add_overflow(args->first, args->count, &last) && last < INT64_MAX,
+    MOK_REQUIRE(args->first >= 0 && args->count >= 0 && !__builtin_add_overflow(args->first, args->count, &last) &&
+                    last < INT64_MAX,
                 "first and count are %" PRId64 " and %" PRId64 "; allowed: 0 or more, with a sum below 2^63 - 1", args->first,
                 args->count);
     MOK_REQUIRE(__builtin_isfinite(args->std) && args->std >= 0.0, "std is %g; allowed: a finite number, 0 or more", args->std);

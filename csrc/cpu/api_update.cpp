@@ -17,8 +17,8 @@ mok_status check_sizes(const mok_sum_squares_args *args) {
   int64_t elements;
   MOK_REQUIRE(!__builtin_mul_overflow(args->rows, args->columns, &elements) &&
                   !__builtin_mul_overflow(elements, args->matrices, &elements) && elements <= INT64_MAX / 4,
-              "matrices, rows, columns are %" PRId64 ", %" PRId64 ", %" PRId64 "; allowed: a product that fits memory", args->matrices,
-              args->rows, args->columns);
+              "matrices, rows, columns are %" PRId64 ", %" PRId64 ", %" PRId64 "; allowed: a product that fits memory",
+              args->matrices, args->rows, args->columns);
   MOK_REQUIRE_POINTER(args->in, elements);
   MOK_REQUIRE_POINTER(args->out, args->matrices);
   return MOK_OK;
@@ -29,7 +29,8 @@ mok_status check_sizes(const mok_sum_squares_args *args) {
 extern "C" MOK_API mok_status mok_sum_squares(mok_context *context, const mok_sum_squares_args *args) {
   return mok::enter("mok_sum_squares", context, args, [&] {
     MOK_TRY(check_sizes(args));
-    const int64_t block_rows = blocks_of(args->rows, kSquareBlock), block_columns = blocks_of(args->columns, kSquareBlock);
+    const int64_t block_rows = blocks_of(args->rows, kSquareBlock);
+    const int64_t block_columns = blocks_of(args->columns, kSquareBlock);
     const int64_t blocks = block_rows * block_columns;  // of a matrix
     const int64_t run = mok::min_block(context, kSquareBlocks), runs = blocks_of(block_columns, run);
     std::vector<float> sums(static_cast<size_t>(args->matrices * blocks));
@@ -38,7 +39,7 @@ extern "C" MOK_API mok_status mok_sum_squares(mok_context *context, const mok_su
       const int64_t row = task / runs, matrix = row / block_rows, block_row = row % block_rows;
       const int64_t first = task % runs * run;
       table.square_blocks(args->rows, args->columns, args->in + matrix * args->rows * args->columns, block_row, first,
-                          std::min(block_columns, first + run), sums.data() + matrix * blocks + block_row * block_columns + first);
+                          std::min(block_columns, first + run), sums.data() + row * block_columns + first);
     }));
     return mok::parallel_for(context, args->matrices, 0, [&](int64_t matrix, mok::Scratch *) {
       args->out[matrix] = table.tree(blocks, sums.data() + matrix * blocks);

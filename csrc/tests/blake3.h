@@ -1,4 +1,4 @@
-// BLAKE3 (hash mode) of 4 MiB pieces on many threads, and of the whole from the pieces; see the BLAKE3 paper, sections 2.1 to 2.5.
+// BLAKE3 (hash mode) of 4 MiB pieces, for many threads, and of the whole from the pieces (the BLAKE3 paper, chapter 2).
 // Only for inputs that are 2^n pieces of 4 MiB, n >= 1: then every piece is a complete subtree.
 #pragma once
 

@@ -188,8 +188,8 @@ def test_a_failure_comes_last_with_its_reason(tmp_path: Path, fault: str, end: s
     (NonFinite("x"), "failed", "non_finite"),
     (SourceDrift("x", reason="source_drift", file="a"), "failed", "source_drift"),
     (InvalidSpec("no such file"), "failed", "bad_data"),
-    (KernelError("mok_product: out of memory: 4 GiB (cpu.cpp:7)"), "out_of_memory", None),
-    (KernelError("mok_product: internal: x (cpu.cpp:7)"), "failed", None),
+    (KernelError("mok_product: out of memory: 4 GiB (cpu.cpp:7)", status=2), "out_of_memory", None),
+    (KernelError("mok_product: internal: x (cpu.cpp:7)", status=5), "failed", None),
     (RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes"), "out_of_memory", None),
     (RuntimeError("anything"), "failed", None),
 ])

@@ -125,6 +125,9 @@ def test_a_child_that_always_dies_is_given_up(start: Start, tmp_path: Path) -> N
     program = start("die")
     assert program.process.wait(SECONDS_MAX) == 1
     assert len((tmp_path / "starts").read_text()) == 1 + RESTARTS_MAX
+    assert program.process.stdout is not None
+    *again, last = program.process.stdout.read().decode().splitlines()
+    assert again == ["the process died; it is started again"] * RESTARTS_MAX and "giving up" in last
 
 
 def test_processes_that_were_there_before_are_left_alone(start: Start) -> None:

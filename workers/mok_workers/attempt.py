@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from typing import Any, Final, Literal, Protocol
 
 from mok_service.errors import InvalidSpec, KernelError, TrainingFailed, Unrunnable
+from mok_service.kernels import abi
 from mok_service.lifecycle import STOP_REASONS
 from mok_service.provenance.chain import StepRecord
 from mok_service.provenance.checkpoint import CheckpointInfo
@@ -222,7 +223,7 @@ def classify(error: Exception) -> Failure:
 
 def _is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, KernelError):
-        return "out of memory" in error.message
+        return error.detail.get("status") == abi.OUT_OF_MEMORY
     # torch raises a plain RuntimeError for main memory, OutOfMemoryError for a GPU's.
     return (
         isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"

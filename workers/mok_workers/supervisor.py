@@ -52,10 +52,15 @@ class Supervisor:
                 sweep(not_ours)
                 if self._stopped_by is not None:
                     return 130 if self._stopped_by == signal.SIGINT else 0
+                if self._failed:
+                    return 1
                 restarts = [at for at in restarts if at > time.monotonic() - RESTART_WINDOW_SECONDS]
-                if self._failed or len(restarts) >= RESTARTS_MAX:
+                if len(restarts) >= RESTARTS_MAX:
+                    times, window = len(restarts) + 1, RESTART_WINDOW_SECONDS
+                    self._error({"error": f"the process died {times} times within {window:g} s: giving up"})
                     return 1
                 restarts.append(time.monotonic())
+                self._error({"error": "the process died; it is started again"})
 
     def _spawn(self, wakeup: int) -> tuple[int, int]:
         """(process id, pipe that it reports on)"""

@@ -1,4 +1,4 @@
-"""Products of the CPU library: tensor-core bits in bf16, those of a plain chain in fp32, on all instruction sets, threads, tiles."""
+"""Products of the CPU library: tensor-core bits in bf16, those of a plain chain in fp32, on all instruction sets and tiles."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 VARIANTS = (
     (1, "auto", 0),
     (2, "avx512", 0),
-    (7, "avx512", 1),
+    (7, "avx512", 2),
     (3, "avx2", 0),
     (2, "avx2", 3),
     (2, "portable", 0),
-    (1, "portable", 2),
+    (1, "portable", 11),
 )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import Depends, FastAPI
 
 from mok_api import errors, page
-from mok_api.docs import request_schemas
+from mok_api.docs import refusals, request_schemas
 from mok_api.events import Streams
 from mok_api.guard import Guard
 from mok_api.parameters import known_parameters
@@ -18,6 +18,7 @@ from mok_api.routes import checkpoints, jobs, operations, runs, verifications
 from mok_service.db.session import Database
 from mok_service.settings import Settings
 
+ROUTERS = tuple(module.router for module in (jobs, runs, checkpoints, verifications, operations, page))
 DESCRIPTION = """Training jobs for Mixture-of-Experts models whose results are the same bits everywhere, with a record that
 anyone can check. A job is what was asked; a run is one execution of it; every step leaves a record. Ids are opaque; times are
 UTC; integers are exact; lists are newest first and paged by `cursor`. Errors have one form: `{"error": {"code", "message",
@@ -29,11 +30,12 @@ def create_app(db: Database, settings: Settings) -> FastAPI:
     app = FastAPI(
         title="MoK service", version=_version(), description=DESCRIPTION, docs_url=None, redoc_url=None,
         redirect_slashes=False, lifespan=_lifespan, dependencies=[Depends(known_parameters)],
+        responses=refusals(403, 421, 422),
     )
     app.state.db, app.state.settings = db, settings
     app.state.streams = Streams(settings.event_streams_max, settings.event_seconds)
-    for module in (jobs, runs, checkpoints, verifications, operations, page):
-        app.include_router(module.router)
+    for router in ROUTERS:
+        app.include_router(router)
     errors.install(app)
     app.add_middleware(Guard, hosts=settings.hosts())
     _complete_description(app)

@@ -11,13 +11,13 @@ from mok_service.spec import job_json_schema
 Responses = dict[int | str, dict[str, Any]]
 
 _MEANING = {
-    400: "The body isn't JSON, or a header can't be read.",
     403: "The request comes from a page of another site.",
     404: "There is no such thing here.",
     409: "The request contradicts the present state.",
     410: "It was here; its bytes are deleted, and its digests stay on record.",
     413: "The body is too large.",
     415: "The body isn't application/json.",
+    421: "The Host header names another host.",
     422: "A value isn't allowed; the error names it, what is allowed and the nearest known key.",
     503: "Not ready, or too many clients.",
 }

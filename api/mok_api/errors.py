@@ -20,14 +20,8 @@ logger = logging.getLogger("mok.api")
 VALUE_LENGTH_MAX = 200  # of a refused value that a message repeats
 
 
-class BadRequest(MokError):
-    """A body that isn't JSON, or a header that can't be read."""
-
-    http_status, exit_status, code = 400, 2, "bad_request"
-
-
 class InvalidRequest(MokError):
-    """A well-formed request with a wrong value: a query parameter, a key or value of a body."""
+    """A wrong query parameter, or a wrong key or value in a body."""
 
     http_status, exit_status, code = 422, 2, "invalid_request"
 

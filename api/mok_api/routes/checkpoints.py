@@ -33,7 +33,7 @@ _FILE: Responses = {200: {"description": "The file's bytes; Repr-Digest has thei
 
 
 @router.get("/v1/runs/{run}/checkpoints/{step}/files/{name}", response_class=StreamingResponse,
-            responses=_FILE | refusals(404, 410, 422))
+            responses=_FILE | refusals(404, 410))
 def download(db: Db, settings: Configured, run: RunId, step: StepNumber, name: FileName) -> StreamingResponse:
     """The bytes of a checkpoint's file. Only files on record are served, and never through a link."""
     checkpoint = next((c for c in runs.checkpoints(db, run) if c.info.step == int(step)), None)

@@ -19,7 +19,7 @@ router = APIRouter(tags=["jobs"])
 
 @router.post("/v1/jobs", status_code=201, response_model=schemas.Submitted,
              openapi_extra=json_body("JobSpec", schemas.JOB_EXAMPLE),
-             responses=created("Location names the job.") | refusals(400, 409, 413, 415, 422))
+             responses=created("Location names the job.") | refusals(409, 413, 415))
 def submit_job(request: Request, db: Db, body: JsonText, idempotency_key: IdempotencyKey = None) -> Json:
     """Submit a training job. Its first run is queued; the answer has the resolved spec with every default and the seed."""
     spec = load_job(body, "json")
@@ -29,7 +29,7 @@ def submit_job(request: Request, db: Db, body: JsonText, idempotency_key: Idempo
 
 
 @router.post("/v1/jobs/validate", response_model=schemas.Validated, openapi_extra=json_body("JobSpec", schemas.JOB_EXAMPLE),
-             responses=refusals(400, 413, 415, 422))
+             responses=refusals(413, 415))
 def validate_job(db: Db, body: JsonText) -> Json:
     """What submitting this spec would do: the resolved spec, its digest if it has a seed, and what it costs. Refuses what
     couldn't run here, with the reason."""
@@ -40,7 +40,7 @@ def validate_job(db: Db, body: JsonText) -> Json:
     return Json(preview(spec))
 
 
-@router.get("/v1/jobs", response_model=schemas.JobPage, responses=refusals(422))
+@router.get("/v1/jobs", response_model=schemas.JobPage)
 def list_jobs(db: Db, name: Name = None, digest: OfDigest = None, cursor: Cursor = None, limit: PageLimit = 50) -> Json:
     """Jobs, newest first."""
     page = jobs.list_jobs(db, name=name, digest=digest, cursor=cursor, limit=limit)
@@ -55,7 +55,7 @@ def get_job(db: Db, job: JobId) -> Json:
 
 @router.post("/v1/jobs/{job}/runs", status_code=201, response_model=schemas.Run,
              openapi_extra=json_body("NewRun", schemas.NEW_RUN_EXAMPLE),
-             responses=created("Location names the run.") | refusals(400, 404, 409, 413, 415, 422))
+             responses=created("Location names the run.") | refusals(404, 409, 413, 415))
 def create_run(request: Request, db: Db, job: JobId, body: JsonText, idempotency_key: IdempotencyKey = None) -> Json:
     """Run the job again: a reproduction, compared step by step with an earlier run as its records come in."""
     wish = parse(body, schemas.NewRun)

@@ -23,7 +23,7 @@ _METRICS: Responses = {200: {
 }}
 
 
-@router.get("/v1/digests/{digest}", response_model=schemas.Uses, responses=refusals(422))
+@router.get("/v1/digests/{digest}", response_model=schemas.Uses)
 def find_digest(db: Db, digest: DigestPart) -> Json:
     """What produced or used a digest: training spec, data manifest, final weights, a checkpoint's weights, or chain head. The
     newest come first; the lists of jobs and runs take the same digest, and have pages."""

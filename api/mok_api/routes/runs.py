@@ -23,7 +23,7 @@ class _Shown(Protocol):
     def as_dict(self) -> dict[str, Any]: ...
 
 
-@router.get("/v1/runs", response_model=schemas.RunPage, responses=refusals(422))
+@router.get("/v1/runs", response_model=schemas.RunPage)
 def list_runs(db: Db, status: Status = None, job: OfJob = None, digest: OfDigest = None, cursor: Cursor = None,
               limit: PageLimit = 50) -> Json:
     """Runs, newest first. `digest` finds runs by final weights, a checkpoint's weights, chain head, training spec or data."""
@@ -37,39 +37,39 @@ def get_run(db: Db, run: RunId) -> Json:
     return Json(runs.get_run(db, run).as_dict())
 
 
-@router.post("/v1/runs/{run}/cancel", response_model=schemas.Run, responses=refusals(404, 409, 415))
+@router.post("/v1/runs/{run}/cancel", response_model=schemas.Run, responses=refusals(404, 409, 413, 415))
 def cancel_run(db: Db, run: RunId, _: Nothing) -> Json:
     """End the run. What it recorded stays. A run that is already being cancelled stays so."""
     return Json(runs.cancel(db, run).as_dict())
 
 
-@router.post("/v1/runs/{run}/pause", response_model=schemas.Run, responses=refusals(404, 409, 415))
+@router.post("/v1/runs/{run}/pause", response_model=schemas.Run, responses=refusals(404, 409, 413, 415))
 def pause_run(db: Db, run: RunId, _: Nothing) -> Json:
     """Stop the run after a checkpoint and free its devices, until it's resumed."""
     return Json(runs.pause(db, run).as_dict())
 
 
-@router.post("/v1/runs/{run}/resume", response_model=schemas.Run, responses=refusals(404, 409, 415))
+@router.post("/v1/runs/{run}/resume", response_model=schemas.Run, responses=refusals(404, 409, 413, 415))
 def resume_run(db: Db, run: RunId, _: Nothing) -> Json:
     """Queue a paused run again. It goes on from its checkpoint with the same bits."""
     return Json(runs.resume(db, run).as_dict())
 
 
-@router.get("/v1/runs/{run}/steps", response_model=schemas.StepItems, responses=refusals(404, 422))
+@router.get("/v1/runs/{run}/steps", response_model=schemas.StepItems, responses=refusals(404))
 def list_steps(db: Db, run: RunId, after: AfterStep = -1, limit: ItemLimit = 1000) -> Json:
     """The run's step records, in order. A loss or norm that isn't finite is null beside its bits."""
     found = runs.steps(db, run, after, limit)
     return _items(found, found[-1].record.step if found else after)
 
 
-@router.get("/v1/runs/{run}/logs", response_model=schemas.LogItems, responses=refusals(404, 422))
+@router.get("/v1/runs/{run}/logs", response_model=schemas.LogItems, responses=refusals(404))
 def list_logs(db: Db, run: RunId, after: AfterNumber = 0, limit: ItemLimit = 1000) -> Json:
     """What the run's attempts logged, in order."""
     found = runs.logs(db, run, after, limit)
     return _items(found, found[-1].number if found else after)
 
 
-@router.get("/v1/runs/{run}/events", response_model=schemas.EventItems, responses=event_stream() | refusals(404, 422, 503))
+@router.get("/v1/runs/{run}/events", response_model=schemas.EventItems, responses=event_stream() | refusals(404, 503))
 def list_events(request: Request, db: Db, run: RunId, after: AfterNumber = 0, limit: ItemLimit = 1000,
                 last_event_id: Annotated[int | None, Header(ge=0, le=2**63 - 1, description="Go on after this event.")] = None,
                 ) -> Response:

@@ -22,7 +22,7 @@ VerificationId = Annotated[str, Path(description="Id of a verification.", exampl
 
 @router.post("/v1/verifications", status_code=201, response_model=schemas.Verification,
              openapi_extra=json_body("NewVerification", schemas.NEW_VERIFICATION_EXAMPLE),
-             responses=created("Location names the verification.") | refusals(400, 404, 413, 415, 422))
+             responses=created("Location names the verification.") | refusals(404, 413, 415))
 def create_verification(db: Db, settings: Configured, body: JsonText) -> Json:
     """Check a run's record and its checkpoints' bytes now, and store the verdict. Reads every byte, so it takes a while."""
     run = parse(body, schemas.NewVerification).run

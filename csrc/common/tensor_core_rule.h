@@ -8,9 +8,9 @@
 
 namespace mok::rule {
 
-constexpr int kBlock = 16;                     // products that are summed at once
-constexpr int kKeptBits = 25;                 // fractional bits kept below the largest exponent
-constexpr int kZeroExponent = -133;           // the exponent that a zero term counts with
+constexpr int kBlock = 16;           // products that are summed at once
+constexpr int kKeptBits = 25;        // fractional bits kept below the largest exponent
+constexpr int kZeroExponent = -133;  // the exponent that a zero term counts with
 constexpr uint32_t kCanonicalNan = 0x7FFFFFFF;
 
 // A finite number as sign, significand and exponent: (-1)^negative * significand * 2^(exponent - FRACTION).

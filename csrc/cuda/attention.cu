@@ -1,6 +1,6 @@
-// Causal grouped-query attention (docs/arithmetic.md section 9) for every head size and precision, as products over blocks of queries or
-// keys with the row statistics between them. A block's dots lie in scratch memory; no block size shows in the bits: blocks start at
-// multiples of 16, rows are whole, and chains over queries are carried.
+// Causal grouped-query attention (docs/arithmetic.md section 9) for every head size and precision, as products over blocks of
+// queries or keys with the row statistics between them. A block's dots lie in scratch memory; no block size shows in the bits:
+// blocks start at multiples of 16, rows are whole, and chains over queries are carried.
 #include <algorithm>
 #include <cmath>
 
@@ -56,7 +56,8 @@ __global__ void __launch_bounds__(kRowThreads)
   }
   sum = fold_threads(sum);
   if (!live) return;
-  for (int64_t j = keys + (lane - keys % 8 + 8) % 8; j < block.columns; j += 8) store_operand<BF16>(probabilities, row * block.pitch + j, 0.0f);
+  for (int64_t j = keys + (lane - keys % 8 + 8) % 8; j < block.columns; j += 8)
+    store_operand<BF16>(probabilities, row * block.pitch + j, 0.0f);
   if (lane == 0) {
     statistics.maximum[statistics.at(matrix, query)] = f32::canonical(maximum);
     statistics.recip[statistics.at(matrix, query)] = f32::canonical(f32::div(1.0f, sum));
@@ -77,7 +78,8 @@ __global__ void __launch_bounds__(kRowThreads)
 
 // delta = RowSum(dO * O): a warp a (token, head).
 template <bool BF16>
-__global__ void __launch_bounds__(kRowThreads) delta_kernel(int64_t rows, int64_t head_size, const void *grad_out, const void *out, float *delta) {
+__global__ void __launch_bounds__(kRowThreads)
+    delta_kernel(int64_t rows, int64_t head_size, const void *grad_out, const void *out, float *delta) {
   const int64_t row = warp_row();
   if (row >= rows) return;
   const int64_t first = row * head_size;
@@ -89,8 +91,9 @@ __global__ void __launch_bounds__(kRowThreads) delta_kernel(int64_t rows, int64_
 
 // From S and dP to op(P) (if wanted) and dS; +0 where masked.
 template <bool BF16>
-__global__ void __launch_bounds__(kRowThreads) gradients_kernel(DotBlock block, RowStatistics statistics, const float *delta, float c,
-                                                                const float *dots, const float *products, void *probabilities, void *gradients) {
+__global__ void __launch_bounds__(kRowThreads)
+    gradients_kernel(DotBlock block, RowStatistics statistics, const float *delta, float c, const float *dots,
+                     const float *products, void *probabilities, void *gradients) {
   const int64_t row = blockIdx.y;
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x;
   if (column >= block.columns) return;
@@ -116,9 +119,9 @@ __global__ void __launch_bounds__(kRowThreads) scale_kernel(int64_t count, float
 
 // The finished dK and dV of a block of keys; chains [kv_heads, keys, head_size].
 template <bool BF16>
-__global__ void __launch_bounds__(kRowThreads) key_gradients_kernel(int64_t kv_heads, int64_t keys, int64_t head_size, float scale,
-                                                                    const float *chain_k, const float *chain_v, float *grad_k, void *grad_v,
-                                                                    int64_t ld_grad_v) {
+__global__ void __launch_bounds__(kRowThreads)
+    key_gradients_kernel(int64_t kv_heads, int64_t keys, int64_t head_size, float scale, const float *chain_k,
+                         const float *chain_v, float *grad_k, void *grad_v, int64_t ld_grad_v) {
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x;
   if (at >= kv_heads * keys * head_size) return;
   const int64_t head = at / (keys * head_size);
@@ -128,7 +131,8 @@ __global__ void __launch_bounds__(kRowThreads) key_gradients_kernel(int64_t kv_h
   store_operand<BF16>(grad_v, key * ld_grad_v + head * head_size + i, chain_v[at]);
 }
 
-// ---- the host's side -------------------------------------------------------------------------------------------------------------
+// ---- the host's side
+// -------------------------------------------------------------------------------------------------------------
 
 int64_t padded(int64_t count) { return divide_up<int64_t>(count, 16) * 16; }
 
@@ -160,8 +164,9 @@ struct HeadProduct {
 };
 
 mok_status multiply(const mok_context &context, int32_t precision, const HeadProduct &p) {
-  return run_batched(context, BatchedProduct{precision, 0, p.trans_a, p.trans_b, p.m, p.n, p.k, p.a.pitch, p.b.pitch, p.ldc, p.a.base, p.b.base,
-                                             p.c, p.initial, nullptr, p.batch, p.a.step, p.b.step, p.c_step, p.b_share});
+  return run_batched(context, BatchedProduct{precision, 0,         p.trans_a, p.trans_b, p.m,      p.n,      p.k,
+                                             p.a.pitch, p.b.pitch, p.ldc,     p.a.base,  p.b.base, p.c,      p.initial,
+                                             nullptr,   p.batch,   p.a.step,  p.b.step,  p.c_step, p.b_share});
 }
 
 // Forward, queries [first, first + rows) of the sequence whose operands are given.
@@ -181,16 +186,18 @@ mok_status forward_block(const mok_context &context, const ForwardSequence &s, i
   const int64_t keys = first + rows;
   const DotBlock block{args.heads, rows, keys, padded(keys), first, 0};
   const float c = exponent_scale(args.scale);
-  MOK_TRY(multiply(context, precision, HeadProduct{false, true, rows, keys, args.head_size, s.q.from(precision, first, 0), s.k, s.dots, block.pitch,
-                                                   block.step(), nullptr, args.heads, share}));
+  MOK_TRY(multiply(context, precision,
+                   HeadProduct{false, true, rows, keys, args.head_size, s.q.from(precision, first, 0), s.k, s.dots, block.pitch,
+                               block.step(), nullptr, args.heads, share}));
   for_precision(precision, [&](auto bf16) {
-    probabilities_kernel<bf16.value><<<grid_of(args.heads * rows * 8, kRowThreads), kRowThreads, 0, context.stream>>>(block, s.statistics, c, s.dots,
-                                                                                                                      s.probabilities);
+    probabilities_kernel<bf16.value><<<grid_of(args.heads * rows * 8, kRowThreads), kRowThreads, 0, context.stream>>>(
+        block, s.statistics, c, s.dots, s.probabilities);
   });
   MOK_LAUNCHED();
   const Operand p{s.probabilities, block.pitch, block.step()};
-  MOK_TRY(multiply(context, precision, HeadProduct{false, false, rows, args.head_size, keys, p, s.v, s.sums, args.head_size, rows * args.head_size,
-                                                   nullptr, args.heads, share}));
+  MOK_TRY(multiply(context, precision,
+                   HeadProduct{false, false, rows, args.head_size, keys, p, s.v, s.sums, args.head_size, rows * args.head_size,
+                               nullptr, args.heads, share}));
   for_precision(precision, [&](auto bf16) {
     finish_kernel<bf16.value><<<grid_of(args.heads * rows * args.head_size, kRowThreads), kRowThreads, 0, context.stream>>>(
         block, s.statistics, args.head_size, s.sums, s.out);
@@ -211,12 +218,14 @@ mok_status check(const Args *args) {
               args->sequences * args->length, kRowsMax);
   MOK_REQUIRE_RANGE(args, heads, 1, kWidthMax);
   MOK_REQUIRE_RANGE(args, kv_heads, 1, args->heads);
-  MOK_REQUIRE(args->heads % args->kv_heads == 0, "heads is %" PRId64 " and kv_heads %" PRId64 "; allowed: a multiple of kv_heads", args->heads,
-              args->kv_heads);
+  MOK_REQUIRE(args->heads % args->kv_heads == 0, "heads is %" PRId64 " and kv_heads %" PRId64 "; allowed: a multiple of kv_heads",
+              args->heads, args->kv_heads);
   MOK_REQUIRE_RANGE(args, head_size, 1, kWidthMax);
-  MOK_REQUIRE(args->ld_v >= args->kv_heads * args->head_size, "ld_v is %" PRId64 "; allowed: kv_heads * head_size = %" PRId64 " or more", args->ld_v,
+  MOK_REQUIRE(args->ld_v >= args->kv_heads * args->head_size,
+              "ld_v is %" PRId64 "; allowed: kv_heads * head_size = %" PRId64 " or more", args->ld_v,
               args->kv_heads * args->head_size);
-  MOK_REQUIRE(std::isfinite(args->scale) && args->scale > 0, "scale is %g; allowed: a finite number above 0", static_cast<double>(args->scale));
+  MOK_REQUIRE(std::isfinite(args->scale) && args->scale > 0, "scale is %g; allowed: a finite number above 0",
+              static_cast<double>(args->scale));
   const int64_t tokens = args->sequences * args->length;
   MOK_REQUIRE_POINTER(args->q, tokens);
   MOK_REQUIRE_POINTER(args->k, tokens);
@@ -245,10 +254,16 @@ mok_status forward(const mok_context *context, const mok_attention_forward_args 
   const Operand v{args->v, args->ld_v, size};
   for (int64_t sequence = 0; sequence < args->sequences; ++sequence) {
     const int64_t token = sequence * args->length;
-    ForwardSequence s{args, q.from(args->precision, token, 0), k.from(args->precision, token, 0), v.from(args->precision, token, 0),
-                      RowStatistics{args->row_max + token * args->heads, args->row_recip + token * args->heads, args->heads, 0, 1},
-                      static_cast<char *>(args->out) + token * args->heads * size * operand_bytes, dot_scratch.as<float>(), sum_scratch.as<float>(),
-                      bf16 ? probability_scratch.as<void>() : dot_scratch.as<void>()};
+    ForwardSequence s{
+        args,
+        q.from(args->precision, token, 0),
+        k.from(args->precision, token, 0),
+        v.from(args->precision, token, 0),
+        RowStatistics{args->row_max + token * args->heads, args->row_recip + token * args->heads, args->heads, 0, 1},
+        static_cast<char *>(args->out) + token * args->heads * size * operand_bytes,
+        dot_scratch.as<float>(),
+        sum_scratch.as<float>(),
+        bf16 ? probability_scratch.as<void>() : dot_scratch.as<void>()};
     for (int64_t first = 0; first < args->length; first += rows_each) {
       MOK_TRY(forward_block(*context, s, first, std::min(rows_each, args->length - first)));
     }
@@ -261,7 +276,7 @@ struct BackwardSequence {
   const mok_attention_backward_args *args;
   Operand q, k, v, grad_out;
   RowStatistics statistics;
-  const float *delta;                   // [length, heads]
+  const float *delta;  // [length, heads]
   float *grad_q, *grad_k;
   char *grad_v;
   float *dots, *products;               // S and dP of a block
@@ -269,13 +284,13 @@ struct BackwardSequence {
   float *chain_k, *chain_v;             // [kv_heads, keys, head_size]
 };
 
-mok_status launch_gradients(const mok_context &context, const BackwardSequence &s, const DotBlock &block, const RowStatistics &statistics,
-                            bool probabilities) {
+mok_status launch_gradients(const mok_context &context, const BackwardSequence &s, const DotBlock &block,
+                            const RowStatistics &statistics, bool probabilities) {
   const dim3 grid(grid_of(block.columns, kRowThreads), static_cast<unsigned>(block.rows));
   const float c = exponent_scale(s.args->scale);
   for_precision(s.args->precision, [&](auto bf16) {
-    gradients_kernel<bf16.value><<<grid, kRowThreads, 0, context.stream>>>(block, statistics, s.delta, c, s.dots, s.products,
-                                                                           probabilities ? s.probabilities : nullptr, s.dot_gradients);
+    gradients_kernel<bf16.value><<<grid, kRowThreads, 0, context.stream>>>(
+        block, statistics, s.delta, c, s.dots, s.products, probabilities ? s.probabilities : nullptr, s.dot_gradients);
   });
   MOK_LAUNCHED();
   return MOK_OK;
@@ -288,17 +303,21 @@ mok_status backward_queries(const mok_context &context, const BackwardSequence &
   const int64_t share = args.heads / args.kv_heads;
   const int64_t keys = first + rows;
   const DotBlock block{args.heads, rows, keys, padded(keys), first, 0};
-  MOK_TRY(multiply(context, precision, HeadProduct{false, true, rows, keys, args.head_size, s.q.from(precision, first, 0), s.k, s.dots, block.pitch,
-                                                   block.step(), nullptr, args.heads, share}));
-  MOK_TRY(multiply(context, precision, HeadProduct{false, true, rows, keys, args.head_size, s.grad_out.from(precision, first, 0), s.v, s.products,
-                                                   block.pitch, block.step(), nullptr, args.heads, share}));
+  MOK_TRY(multiply(context, precision,
+                   HeadProduct{false, true, rows, keys, args.head_size, s.q.from(precision, first, 0), s.k, s.dots, block.pitch,
+                               block.step(), nullptr, args.heads, share}));
+  MOK_TRY(multiply(context, precision,
+                   HeadProduct{false, true, rows, keys, args.head_size, s.grad_out.from(precision, first, 0), s.v, s.products,
+                               block.pitch, block.step(), nullptr, args.heads, share}));
   MOK_TRY(launch_gradients(context, s, block, s.statistics, false));
   const Operand ds{s.dot_gradients, block.pitch, block.step()};
-  return multiply(context, precision, HeadProduct{false, false, rows, args.head_size, keys, ds, s.k, s.grad_q + first * args.heads * args.head_size,
-                                                  args.heads * args.head_size, args.head_size, nullptr, args.heads, share});
+  return multiply(context, precision,
+                  HeadProduct{false, false, rows, args.head_size, keys, ds, s.k, s.grad_q + first * args.heads * args.head_size,
+                              args.heads * args.head_size, args.head_size, nullptr, args.heads, share});
 }
 
-// dK and dV of keys [first, first + keys): for each query head of a key head, queries ascending. Queries before `first` are masked.
+// dK and dV of keys [first, first + keys): for each query head of a key head, queries ascending. Queries before `first` are
+// masked.
 mok_status backward_keys(const mok_context &context, const BackwardSequence &s, int64_t first, int64_t keys) {
   const mok_attention_backward_args &args = *s.args;
   const int32_t precision = args.precision;
@@ -313,23 +332,27 @@ mok_status backward_keys(const mok_context &context, const BackwardSequence &s, 
     RowStatistics statistics = s.statistics;
     statistics.first_head = head;
     statistics.head_step = share;
-    MOK_TRY(multiply(context, precision, HeadProduct{false, true, rows, keys, size, q, s.k.from(precision, first, 0), s.dots, block.pitch,
-                                                     block.step(), nullptr, args.kv_heads, 1}));
-    MOK_TRY(multiply(context, precision, HeadProduct{false, true, rows, keys, size, gradient, s.v.from(precision, first, 0), s.products, block.pitch,
-                                                     block.step(), nullptr, args.kv_heads, 1}));
+    MOK_TRY(multiply(context, precision,
+                     HeadProduct{false, true, rows, keys, size, q, s.k.from(precision, first, 0), s.dots, block.pitch,
+                                 block.step(), nullptr, args.kv_heads, 1}));
+    MOK_TRY(multiply(context, precision,
+                     HeadProduct{false, true, rows, keys, size, gradient, s.v.from(precision, first, 0), s.products, block.pitch,
+                                 block.step(), nullptr, args.kv_heads, 1}));
     MOK_TRY(launch_gradients(context, s, block, statistics, true));
     const Operand p{s.probabilities, block.pitch, block.step()};
     const Operand ds{s.dot_gradients, block.pitch, block.step()};
-    MOK_TRY(multiply(context, precision, HeadProduct{true, false, keys, size, rows, ds, q, s.chain_k, size, keys * size,
-                                                     head > 0 ? s.chain_k : nullptr, args.kv_heads, 1}));
-    MOK_TRY(multiply(context, precision, HeadProduct{true, false, keys, size, rows, p, gradient, s.chain_v, size, keys * size,
-                                                     head > 0 ? s.chain_v : nullptr, args.kv_heads, 1}));
+    MOK_TRY(multiply(context, precision,
+                     HeadProduct{true, false, keys, size, rows, ds, q, s.chain_k, size, keys * size,
+                                 head > 0 ? s.chain_k : nullptr, args.kv_heads, 1}));
+    MOK_TRY(multiply(context, precision,
+                     HeadProduct{true, false, keys, size, rows, p, gradient, s.chain_v, size, keys * size,
+                                 head > 0 ? s.chain_v : nullptr, args.kv_heads, 1}));
   }
   const int64_t bytes = precision == MOK_BF16 ? 2 : 4;
   for_precision(precision, [&](auto bf16) {
     key_gradients_kernel<bf16.value><<<grid_of(args.kv_heads * keys * size, kRowThreads), kRowThreads, 0, context.stream>>>(
-        args.kv_heads, keys, size, args.scale, s.chain_k, s.chain_v, s.grad_k + first * args.kv_heads * size, s.grad_v + first * args.ld_grad_v * bytes,
-        args.ld_grad_v);
+        args.kv_heads, keys, size, args.scale, s.chain_k, s.chain_v, s.grad_k + first * args.kv_heads * size,
+        s.grad_v + first * args.ld_grad_v * bytes, args.ld_grad_v);
   });
   MOK_LAUNCHED();
   return MOK_OK;
@@ -338,7 +361,13 @@ mok_status backward_keys(const mok_context &context, const BackwardSequence &s, 
 // The scratch memory of a backward call.
 struct BackwardScratch {
   explicit BackwardScratch(cudaStream_t stream)
-      : delta(stream), dots(stream), products(stream), probabilities(stream), gradients(stream), chain_k(stream), chain_v(stream) {}
+      : delta(stream),
+        dots(stream),
+        products(stream),
+        probabilities(stream),
+        gradients(stream),
+        chain_k(stream),
+        chain_v(stream) {}
 
   mok_status take(const mok_attention_backward_args *args, int64_t dot_count, int64_t keys_each) {
     const bool bf16 = args->precision == MOK_BF16;
@@ -359,8 +388,9 @@ struct BackwardScratch {
 
 mok_status backward(const mok_context *context, const mok_attention_backward_args *args) {
   MOK_TRY(check(args));
-  MOK_REQUIRE(args->ld_grad_v >= args->kv_heads * args->head_size, "ld_grad_v is %" PRId64 "; allowed: kv_heads * head_size = %" PRId64 " or more",
-              args->ld_grad_v, args->kv_heads * args->head_size);
+  MOK_REQUIRE(args->ld_grad_v >= args->kv_heads * args->head_size,
+              "ld_grad_v is %" PRId64 "; allowed: kv_heads * head_size = %" PRId64 " or more", args->ld_grad_v,
+              args->kv_heads * args->head_size);
   const int64_t tokens = args->sequences * args->length;
   MOK_REQUIRE_POINTER(args->grad_out, tokens);
   MOK_REQUIRE_POINTER(args->grad_q, tokens);
@@ -374,7 +404,8 @@ mok_status backward(const mok_context *context, const mok_attention_backward_arg
   const int64_t queries_each = std::min<int64_t>(block_rows(args->heads, args->length, bf16 ? 12 : 8, args->length), 32768);
   const int64_t keys_each = block_rows(args->kv_heads, args->length, bf16 ? 12 : 8, args->length);
   MOK_REQUIRE(args->length <= 65535, "length is %" PRId64 "; allowed backward: at most 65535", args->length);
-  const int64_t dots = std::max(args->heads * queries_each * padded(args->length), args->kv_heads * args->length * padded(keys_each));
+  const int64_t dots =
+      std::max(args->heads * queries_each * padded(args->length), args->kv_heads * args->length * padded(keys_each));
   BackwardScratch scratch(context->stream);
   MOK_TRY(scratch.take(args, dots, keys_each));
   for_precision(precision, [&](auto is_bf16) {
@@ -390,7 +421,8 @@ mok_status backward(const mok_context *context, const mok_attention_backward_arg
     const int64_t token = sequence * args->length;
     const int64_t statistic = token * args->heads;
     // The statistics are read only; the block of kernels that writes them is the forward pass.
-    const RowStatistics statistics{const_cast<float *>(args->row_max) + statistic, const_cast<float *>(args->row_recip) + statistic, args->heads, 0, 1};
+    const RowStatistics statistics{const_cast<float *>(args->row_max) + statistic,
+                                   const_cast<float *>(args->row_recip) + statistic, args->heads, 0, 1};
     const BackwardSequence s{args,
                              q.from(precision, token, 0),
                              k.from(precision, token, 0),
@@ -414,8 +446,8 @@ mok_status backward(const mok_context *context, const mok_attention_backward_arg
       MOK_TRY(backward_keys(*context, s, first, std::min(keys_each, args->length - first)));
     }
   }
-  scale_kernel<<<grid_of(tokens * args->heads * size, kRowThreads), kRowThreads, 0, context->stream>>>(tokens * args->heads * size, args->scale,
-                                                                                                     args->grad_q);
+  scale_kernel<<<grid_of(tokens * args->heads * size, kRowThreads), kRowThreads, 0, context->stream>>>(
+      tokens * args->heads * size, args->scale, args->grad_q);
   MOK_LAUNCHED();
   return MOK_OK;
 }

@@ -1,8 +1,9 @@
-// What the attention kernels share (docs/arithmetic.md section 9): probabilities, and for the fused kernels tiles of operands in shared
-// memory and products of them.
+// What the attention kernels share (docs/arithmetic.md section 9): probabilities, and for the fused kernels tiles of operands in
+// shared memory and products of them.
 //
-// A tile of ROWS tokens by SIZE columns (a head) is SIZE/64 panels of ROWS rows of 128 bytes, swizzled (tensor_core.cuh). One tile serves
-// as a K-major operand (its rows are m or n, the head's columns are k) and as an MN-major one (its rows are k, the columns are n).
+// A tile of ROWS tokens by SIZE columns (a head) is SIZE/64 panels of ROWS rows of 128 bytes, swizzled (tensor_core.cuh). One
+// tile serves as a K-major operand (its rows are m or n, the head's columns are k) and as an MN-major one (its rows are k, the
+// columns are n).
 #pragma once
 
 #include "common/functions.h"
@@ -44,7 +45,8 @@ struct TileRing {
   int32_t stage = 0;
   uint32_t phase = 0;
 
-  __device__ __forceinline__ TileRing(uint32_t base_address, uint32_t barrier_address) : base(base_address), barriers(barrier_address) {}
+  __device__ __forceinline__ TileRing(uint32_t base_address, uint32_t barrier_address)
+      : base(base_address), barriers(barrier_address) {}
   __device__ __forceinline__ void init() const {
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(barriers + 16 * i, 1);
@@ -71,7 +73,8 @@ struct TileRing {
 
 // Brings the tile of ROWS tokens from `row` and the head's columns from `column`.
 template <int ROWS, int SIZE>
-__device__ __forceinline__ void copy_tile(uint32_t destination, const CUtensorMap *map, int32_t column, int32_t row, int32_t sequence, uint32_t full) {
+__device__ __forceinline__ void copy_tile(uint32_t destination, const CUtensorMap *map, int32_t column, int32_t row,
+                                          int32_t sequence, uint32_t full) {
 #pragma unroll
   for (int panel = 0; panel < SIZE / kRowElements; ++panel) {
     copy_box(destination + panel * ROWS * kRowBytes, map, column + panel * kRowElements, row, sequence, full);
@@ -86,7 +89,8 @@ __device__ __forceinline__ void clear(float (&acc)[COUNT]) {
   }
 }
 
-// acc[64, N] += A . B^T over a head's SIZE columns: A rows from address a (of a tile of A_ROWS), B a tile of N rows. Not waited for.
+// acc[64, N] += A . B^T over a head's SIZE columns: A rows from address a (of a tile of A_ROWS), B a tile of N rows. Not waited
+// for.
 template <int N, int SIZE, int A_ROWS>
 __device__ __forceinline__ void multiply_heads(float (&acc)[N / 2], uint32_t a, uint32_t b) {
 #pragma unroll
@@ -115,7 +119,8 @@ __device__ __forceinline__ void pack_operand(uint32_t (&words)[N / 4], const flo
   }
 }
 
-// Where a consumer thread's accumulators are (tensor_core.cuh): row `row` and row + 8 of the CTA's tile, columns 8j + column, + 1.
+// Where a consumer thread's accumulators are (tensor_core.cuh): row `row` and row + 8 of the CTA's tile, columns 8j + column,
+// + 1.
 struct FragmentPlace {
   int32_t group, row, column;  // group: consumer warpgroup, 64 rows each
 

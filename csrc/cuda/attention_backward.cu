@@ -1,5 +1,5 @@
-// Fused causal attention, backward (docs/arithmetic.md section 9), without atomics: one kernel has tiles of queries and finishes dQ, another
-// has tiles of keys and finishes dK and dV. Both compute the dots again.
+// Fused causal attention, backward (docs/arithmetic.md section 9), without atomics: one kernel has tiles of queries and finishes
+// dQ, another has tiles of keys and finishes dK and dV. Both compute the dots again.
 #include "cuda/attention.cuh"
 #include "cuda/attention_fused.h"
 #include "cuda/product.h"
@@ -24,8 +24,8 @@ struct BackwardArguments {
 };
 
 // A warp a (sequence, head, token): delta = RowSum(dO * O).
-__global__ void __launch_bounds__(kRowThreads) factors_kernel(const __grid_constant__ mok_attention_backward_args args, int64_t padded_length, float c,
-                                                              RowFactors *factors) {
+__global__ void __launch_bounds__(kRowThreads) factors_kernel(const __grid_constant__ mok_attention_backward_args args,
+                                                              int64_t padded_length, float c, RowFactors *factors) {
   const int64_t row = warp_row();
   if (row >= args.sequences * args.heads * padded_length) return;
   const int64_t token = row % padded_length;
@@ -36,7 +36,8 @@ __global__ void __launch_bounds__(kRowThreads) factors_kernel(const __grid_const
     const int64_t statistic = (sequence * args.length + token) * args.heads + head;
     const auto *const gradient = static_cast<const uint16_t *>(args.grad_out) + statistic * args.head_size;
     const auto *const out = static_cast<const uint16_t *>(args.out) + statistic * args.head_size;
-    result.z = warp_row_sum(args.head_size, [=](float sum, int64_t i) { return f32::fma(from_bf16(gradient[i]), from_bf16(out[i]), sum); });
+    result.z = warp_row_sum(args.head_size,
+                            [=](float sum, int64_t i) { return f32::fma(from_bf16(gradient[i]), from_bf16(out[i]), sum); });
     result.x = f32::mul(args.row_max[statistic], c);
     result.y = args.row_recip[statistic];
   }
@@ -44,7 +45,8 @@ __global__ void __launch_bounds__(kRowThreads) factors_kernel(const __grid_const
 }
 
 // P = p * r and dS = P * (dP - delta), both in place; masked: +0.
-__device__ __forceinline__ void gradient_of_dot(float &dot, float &product, float c, float shift, float recip, float delta, bool visible) {
+__device__ __forceinline__ void gradient_of_dot(float &dot, float &product, float c, float shift, float recip, float delta,
+                                                bool visible) {
   const float p = f32::mul(probability(dot, c, shift), recip);
   const float ds = f32::mul(p, f32::sub(product, delta));
   dot = visible ? p : 0.0f;
@@ -53,8 +55,8 @@ __device__ __forceinline__ void gradient_of_dot(float &dot, float &product, floa
 
 // out[row, :] = scale * acc for this thread's two rows; rows from `limit` on are not there.
 template <int SIZE>
-__device__ __forceinline__ void store_scaled(float (&acc)[SIZE / 2], float scale, float *out, int64_t pitch, int32_t row, int32_t limit, int32_t column,
-                                             bool vectors) {
+__device__ __forceinline__ void store_scaled(float (&acc)[SIZE / 2], float scale, float *out, int64_t pitch, int32_t row,
+                                             int32_t limit, int32_t column, bool vectors) {
 #pragma unroll
   for (int i = 0; i < SIZE / 2; ++i) {
     acc[i] = f32::canonical(f32::mul(scale, acc[i]));
@@ -65,13 +67,14 @@ __device__ __forceinline__ void store_scaled(float (&acc)[SIZE / 2], float scale
   }
 }
 
-// ---- dQ: 128 queries of a head, keys ascending ------------------------------------------------------------------------------------
+// ---- dQ: 128 queries of a head, keys ascending
+// ------------------------------------------------------------------------------------
 
 template <int SIZE>
 struct QueryLayout {
   static constexpr int kTile = kTileBytes<kTileRows, SIZE>;
   static constexpr int kStages = SIZE == 128 ? 4 : 8;
-  static constexpr int kGradients = kTile;               // offset of dO; the queries come first
+  static constexpr int kGradients = kTile;  // offset of dO; the queries come first
   static constexpr int kRing = 2 * kTile;
   static constexpr int kBarriers = kRing + kStages * kTile;
   static constexpr int kBytes = kBarriers + 16 * kStages + 8;
@@ -93,8 +96,9 @@ struct QueryTile {
 };
 
 template <int SIZE>
-__device__ __forceinline__ void query_producer(const BackwardArguments &args, const QueryTile &tile, typename QueryLayout<SIZE>::Ring ring, uint32_t base,
-                                               uint32_t own_full, const CUtensorMap *map_q, const CUtensorMap *map_k, const CUtensorMap *map_v,
+__device__ __forceinline__ void query_producer(const BackwardArguments &args, const QueryTile &tile,
+                                               typename QueryLayout<SIZE>::Ring ring, uint32_t base, uint32_t own_full,
+                                               const CUtensorMap *map_q, const CUtensorMap *map_k, const CUtensorMap *map_v,
                                                const CUtensorMap *map_gradient) {
   using Layout = QueryLayout<SIZE>;
   barrier_arrive_expect(own_full, 2 * Layout::kTile);
@@ -110,8 +114,8 @@ __device__ __forceinline__ void query_producer(const BackwardArguments &args, co
 }
 
 template <int SIZE>
-__device__ __forceinline__ void query_consumer(const BackwardArguments &args, const QueryTile &tile, typename QueryLayout<SIZE>::Ring ring, uint32_t base,
-                                               uint32_t own_full) {
+__device__ __forceinline__ void query_consumer(const BackwardArguments &args, const QueryTile &tile,
+                                               typename QueryLayout<SIZE>::Ring ring, uint32_t base, uint32_t own_full) {
   using Layout = QueryLayout<SIZE>;
   const FragmentPlace place;
   const uint32_t queries = base + place.group * 64 * kRowBytes;
@@ -167,8 +171,9 @@ __device__ __forceinline__ void query_consumer(const BackwardArguments &args, co
 
 template <int SIZE>
 __global__ void __launch_bounds__(kAttentionThreads, 1)
-    queries_kernel(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k, const __grid_constant__ CUtensorMap map_v,
-                   const __grid_constant__ CUtensorMap map_gradient, const __grid_constant__ BackwardArguments args) {
+    queries_kernel(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k,
+                   const __grid_constant__ CUtensorMap map_v, const __grid_constant__ CUtensorMap map_gradient,
+                   const __grid_constant__ BackwardArguments args) {
   extern __shared__ __align__(1024) unsigned char memory[];
   using Layout = QueryLayout<SIZE>;
   const uint32_t base = shared_address(memory);
@@ -190,7 +195,8 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
   }
 }
 
-// ---- dK and dV: 128 keys of a key head, (query head, query) ascending ---------------------------------------------------------------
+// ---- dK and dV: 128 keys of a key head, (query head, query) ascending
+// ---------------------------------------------------------------
 
 // A stage is 64 queries: Q, dO and their factors.
 template <int SIZE>
@@ -209,7 +215,8 @@ struct KeyLayout {
 };
 
 struct KeyTile {
-  int32_t first, sequence, head, share, first_step, steps;  // head: of keys; steps: of 64 queries, from first_step, for each query head
+  int32_t first, sequence, head, share, first_step,
+      steps;  // head: of keys; steps: of 64 queries, from first_step, for each query head
 
   __device__ __forceinline__ explicit KeyTile(const BackwardArguments &args) {
     const int32_t pairs = args.kv_heads * args.sequences;
@@ -224,14 +231,15 @@ struct KeyTile {
 };
 
 __device__ __forceinline__ void copy_bytes(uint32_t destination, const void *source, uint32_t bytes, uint32_t full) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination), "l"(source), "r"(bytes),
-               "r"(full)
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
+               "l"(source), "r"(bytes), "r"(full)
                : "memory");
 }
 
 template <int SIZE>
-__device__ __forceinline__ void key_producer(const BackwardArguments &args, const KeyTile &tile, typename KeyLayout<SIZE>::Ring ring, uint32_t base,
-                                             uint32_t own_full, const CUtensorMap *map_q, const CUtensorMap *map_k, const CUtensorMap *map_v,
+__device__ __forceinline__ void key_producer(const BackwardArguments &args, const KeyTile &tile,
+                                             typename KeyLayout<SIZE>::Ring ring, uint32_t base, uint32_t own_full,
+                                             const CUtensorMap *map_q, const CUtensorMap *map_k, const CUtensorMap *map_v,
                                              const CUtensorMap *map_gradient) {
   using Layout = KeyLayout<SIZE>;
   barrier_arrive_expect(own_full, 2 * Layout::kTile);
@@ -244,7 +252,8 @@ __device__ __forceinline__ void key_producer(const BackwardArguments &args, cons
     barrier_arrive_expect(ring.full(), Layout::kStageUsed);
     copy_tile<kQueryStep, SIZE>(ring.address(), map_q, head * SIZE, query, tile.sequence, ring.full());
     copy_tile<kQueryStep, SIZE>(ring.address() + Layout::kStep, map_gradient, head * SIZE, query, tile.sequence, ring.full());
-    const RowFactors *const factors = args.factors + (static_cast<int64_t>(tile.sequence) * args.heads + head) * args.padded_length + query;
+    const RowFactors *const factors =
+        args.factors + (static_cast<int64_t>(tile.sequence) * args.heads + head) * args.padded_length + query;
     copy_bytes(ring.address() + Layout::kFactors, factors, kQueryStep * sizeof(RowFactors), ring.full());
     ring.advance();
   }
@@ -252,13 +261,16 @@ __device__ __forceinline__ void key_producer(const BackwardArguments &args, cons
 
 __device__ __forceinline__ RowFactors load_factors(uint32_t address) {
   RowFactors f;
-  asm volatile("ld.shared::cta.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(f.x), "=f"(f.y), "=f"(f.z), "=f"(f.w) : "r"(address) : "memory");
+  asm volatile("ld.shared::cta.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(f.x), "=f"(f.y), "=f"(f.z), "=f"(f.w)
+               : "r"(address)
+               : "memory");
   return f;
 }
 
 template <int SIZE>
-__device__ __forceinline__ void key_consumer(const BackwardArguments &args, const KeyTile &tile, typename KeyLayout<SIZE>::Ring ring, uint32_t base,
-                                             uint32_t own_full) {
+__device__ __forceinline__ void key_consumer(const BackwardArguments &args, const KeyTile &tile,
+                                             typename KeyLayout<SIZE>::Ring ring, uint32_t base, uint32_t own_full) {
   using Layout = KeyLayout<SIZE>;
   const FragmentPlace place;
   const uint32_t keys = base + place.group * 64 * kRowBytes;
@@ -291,7 +303,8 @@ __device__ __forceinline__ void key_consumer(const BackwardArguments &args, cons
     for (int j = 0; j < kQueryStep / 8; ++j) {
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
-        const RowFactors f = load_factors(queries + Layout::kFactors + (8 * j + place.column + side) * static_cast<int32_t>(sizeof(RowFactors)));
+        const RowFactors f =
+            load_factors(queries + Layout::kFactors + (8 * j + place.column + side) * static_cast<int32_t>(sizeof(RowFactors)));
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int at = 4 * j + 2 * half + side;
@@ -318,7 +331,8 @@ __device__ __forceinline__ void key_consumer(const BackwardArguments &args, cons
   const int64_t token = static_cast<int64_t>(tile.sequence) * args.length + tile.first;
   const int64_t pitch = static_cast<int64_t>(args.kv_heads) * SIZE;
   const int32_t limit = args.length - tile.first;
-  store_scaled<SIZE>(grad_k, args.scale, args.grad_k + token * pitch + tile.head * SIZE, pitch, place.row, limit, place.column, args.vectors_k != 0);
+  store_scaled<SIZE>(grad_k, args.scale, args.grad_k + token * pitch + tile.head * SIZE, pitch, place.row, limit, place.column,
+                     args.vectors_k != 0);
   uint16_t *const out = args.grad_v + token * args.ld_grad_v + tile.head * SIZE;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -329,8 +343,9 @@ __device__ __forceinline__ void key_consumer(const BackwardArguments &args, cons
 
 template <int SIZE>
 __global__ void __launch_bounds__(kAttentionThreads, 1)
-    keys_kernel(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k, const __grid_constant__ CUtensorMap map_v,
-                const __grid_constant__ CUtensorMap map_gradient, const __grid_constant__ BackwardArguments args) {
+    keys_kernel(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k,
+                const __grid_constant__ CUtensorMap map_v, const __grid_constant__ CUtensorMap map_gradient,
+                const __grid_constant__ BackwardArguments args) {
   extern __shared__ __align__(1024) unsigned char memory[];
   using Layout = KeyLayout<SIZE>;
   const uint32_t base = shared_address(memory);
@@ -352,10 +367,12 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
   }
 }
 
-// ---- the host's side ------------------------------------------------------------------------------------------------------------------
+// ---- the host's side
+// ------------------------------------------------------------------------------------------------------------------
 
 template <class Kernel>
-mok_status launch_kernel(const mok_context &context, Kernel kernel, int bytes, int64_t ctas, const CUtensorMap *maps, const BackwardArguments &args) {
+mok_status launch_kernel(const mok_context &context, Kernel kernel, int bytes, int64_t ctas, const CUtensorMap *maps,
+                         const BackwardArguments &args) {
   MOK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
   kernel<<<static_cast<unsigned>(ctas), kAttentionThreads, bytes, context.stream>>>(maps[0], maps[1], maps[2], maps[3], args);
   MOK_LAUNCHED();
@@ -363,7 +380,8 @@ mok_status launch_kernel(const mok_context &context, Kernel kernel, int bytes, i
 }
 
 // Maps of q, k, v and dO with boxes of `query_rows` (q, dO) and 128 rows (k, v).
-mok_status encode_maps(const mok_context &context, const mok_attention_backward_args &args, int64_t query_rows, CUtensorMap *maps) {
+mok_status encode_maps(const mok_context &context, const mok_attention_backward_args &args, int64_t query_rows,
+                       CUtensorMap *maps) {
   const int64_t columns = args.heads * args.head_size;
   const int64_t kv_columns = args.kv_heads * args.head_size;
   const auto matrices = [&](const void *base, int64_t width, int64_t pitch) {
@@ -404,16 +422,19 @@ mok_status launch(const mok_context &context, const mok_attention_backward_args 
   static_assert(QueryLayout<SIZE>::kBytes <= 227 * 1024 && KeyLayout<SIZE>::kBytes <= 227 * 1024);
   CUtensorMap maps[4];
   MOK_TRY(encode_maps(context, args, kTileRows, maps));
-  MOK_TRY(launch_kernel(context, queries_kernel<SIZE>, QueryLayout<SIZE>::kBytes, tiles * args.heads * args.sequences, maps, arguments));
+  MOK_TRY(launch_kernel(context, queries_kernel<SIZE>, QueryLayout<SIZE>::kBytes, tiles * args.heads * args.sequences, maps,
+                        arguments));
   MOK_TRY(encode_maps(context, args, kQueryStep, maps));
-  return launch_kernel(context, keys_kernel<SIZE>, KeyLayout<SIZE>::kBytes, tiles * args.kv_heads * args.sequences, maps, arguments);
+  return launch_kernel(context, keys_kernel<SIZE>, KeyLayout<SIZE>::kBytes, tiles * args.kv_heads * args.sequences, maps,
+                       arguments);
 }
 
 }  // namespace
 
 bool fused_attention_backward(const mok_attention_backward_args &args) {
   return args.precision == MOK_BF16 && (args.head_size == 64 || args.head_size == 128) && multiple_of_16_bytes(args.q) &&
-         multiple_of_16_bytes(args.k) && multiple_of_16_bytes(args.v) && multiple_of_16_bytes(args.grad_out) && args.ld_v % 8 == 0;
+         multiple_of_16_bytes(args.k) && multiple_of_16_bytes(args.v) && multiple_of_16_bytes(args.grad_out) &&
+         args.ld_v % 8 == 0;
 }
 
 mok_status launch_fused_backward(const mok_context &context, const mok_attention_backward_args &args) {

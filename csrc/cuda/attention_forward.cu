@@ -1,5 +1,6 @@
-// Fused causal attention, forward (docs/arithmetic.md section 9). A CTA has 128 queries of a head. It goes over the keys twice, in tiles of
-// 128: first for the exact maxima, then for the probabilities, their sums and the product with V. No tile size shows in the bits.
+// Fused causal attention, forward (docs/arithmetic.md section 9). A CTA has 128 queries of a head. It goes over the keys twice,
+// in tiles of 128: first for the exact maxima, then for the probabilities, their sums and the product with V. No tile size shows
+// in the bits.
 #include "cuda/attention.cuh"
 #include "cuda/attention_fused.h"
 #include "cuda/product.h"
@@ -11,16 +12,16 @@ template <int SIZE>
 struct ForwardLayout {
   static constexpr int kTile = kTileBytes<kTileRows, SIZE>;
   static constexpr int kStages = SIZE == 128 ? 5 : 10;
-  static constexpr int kRing = kTile;                                // offset: the queries come first
+  static constexpr int kRing = kTile;  // offset: the queries come first
   static constexpr int kBarriers = kRing + kStages * kTile;
-  static constexpr int kBytes = kBarriers + 16 * kStages + 8;        // the last barrier: queries are there
+  static constexpr int kBytes = kBarriers + 16 * kStages + 8;  // the last barrier: queries are there
   using Ring = TileRing<kTile, kStages>;
 };
 
 struct ForwardArguments {
   int32_t sequences, length, heads, share, tiles;  // share: query heads of a key head; tiles: of 128 queries
   float c;
-  int32_t vectors;                                 // rows of `out` start at multiples of 16 bytes
+  int32_t vectors;  // rows of `out` start at multiples of 16 bytes
   uint16_t *out;
   float *row_max, *row_recip;
 };
@@ -41,9 +42,9 @@ struct ForwardTile {
 };
 
 template <int SIZE>
-__device__ __forceinline__ void forward_producer(const ForwardArguments &args, const ForwardTile &tile, typename ForwardLayout<SIZE>::Ring ring,
-                                                 uint32_t queries, uint32_t queries_full, const CUtensorMap *map_q, const CUtensorMap *map_k,
-                                                 const CUtensorMap *map_v) {
+__device__ __forceinline__ void forward_producer(const ForwardArguments &args, const ForwardTile &tile,
+                                                 typename ForwardLayout<SIZE>::Ring ring, uint32_t queries, uint32_t queries_full,
+                                                 const CUtensorMap *map_q, const CUtensorMap *map_k, const CUtensorMap *map_v) {
   constexpr int bytes = ForwardLayout<SIZE>::kTile;
   barrier_arrive_expect(queries_full, bytes);
   copy_tile<kTileRows, SIZE>(queries, map_q, tile.head * SIZE, tile.first, tile.sequence, queries_full);
@@ -69,7 +70,8 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
 
 // The dots of this warpgroup's 64 queries with the keys of the ring's next stage, which is released.
 template <int SIZE>
-__device__ __forceinline__ void tile_dots(float (&dots)[kTileRows / 2], uint32_t queries, typename ForwardLayout<SIZE>::Ring &ring) {
+__device__ __forceinline__ void tile_dots(float (&dots)[kTileRows / 2], uint32_t queries,
+                                          typename ForwardLayout<SIZE>::Ring &ring) {
   clear(dots);
   ring.wait_full();
   pin(dots);
@@ -82,12 +84,14 @@ __device__ __forceinline__ void tile_dots(float (&dots)[kTileRows / 2], uint32_t
   ring.advance();
 }
 
-// Whether accumulator i of column block j (4j + i) belongs to a key that the query may see; `behind` = query row - key column of acc[0].
+// Whether accumulator i of column block j (4j + i) belongs to a key that the query may see; `behind` = query row - key column of
+// acc[0].
 __device__ __forceinline__ bool visible(int32_t behind, int32_t j, int32_t i) { return behind + i / 2 * 8 >= 8 * j + i % 2; }
 
 template <int SIZE>
-__device__ __forceinline__ void forward_consumer(const ForwardArguments &args, const ForwardTile &tile, typename ForwardLayout<SIZE>::Ring ring,
-                                                 uint32_t all_queries, uint32_t queries_full) {
+__device__ __forceinline__ void forward_consumer(const ForwardArguments &args, const ForwardTile &tile,
+                                                 typename ForwardLayout<SIZE>::Ring ring, uint32_t all_queries,
+                                                 uint32_t queries_full) {
   const FragmentPlace place;
   const uint32_t queries = all_queries + place.group * 64 * kRowBytes;
   const int32_t behind = place.row - place.column;  // in the tile on the diagonal
@@ -162,8 +166,8 @@ __device__ __forceinline__ void forward_consumer(const ForwardArguments &args, c
 
 template <int SIZE>
 __global__ void __launch_bounds__(kAttentionThreads, 1)
-    forward_kernel(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k, const __grid_constant__ CUtensorMap map_v,
-                   const __grid_constant__ ForwardArguments args) {
+    forward_kernel(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k,
+                   const __grid_constant__ CUtensorMap map_v, const __grid_constant__ ForwardArguments args) {
   extern __shared__ __align__(1024) unsigned char memory[];
   using Layout = ForwardLayout<SIZE>;
   const uint32_t base = shared_address(memory);
@@ -190,9 +194,12 @@ mok_status launch(const mok_context &context, const mok_attention_forward_args &
   const int64_t kv_columns = args.kv_heads * SIZE;
   const int64_t columns = args.heads * SIZE;
   CUtensorMap map_q, map_k, map_v;
-  MOK_TRY(encode_map(context, Matrices{args.q, args.length, columns, columns, args.sequences, args.length * columns}, kTileRows, &map_q));
-  MOK_TRY(encode_map(context, Matrices{args.k, args.length, kv_columns, kv_columns, args.sequences, args.length * kv_columns}, kTileRows, &map_k));
-  MOK_TRY(encode_map(context, Matrices{args.v, args.length, kv_columns, args.ld_v, args.sequences, args.length * args.ld_v}, kTileRows, &map_v));
+  MOK_TRY(encode_map(context, Matrices{args.q, args.length, columns, columns, args.sequences, args.length * columns}, kTileRows,
+                     &map_q));
+  MOK_TRY(encode_map(context, Matrices{args.k, args.length, kv_columns, kv_columns, args.sequences, args.length * kv_columns},
+                     kTileRows, &map_k));
+  MOK_TRY(encode_map(context, Matrices{args.v, args.length, kv_columns, args.ld_v, args.sequences, args.length * args.ld_v},
+                     kTileRows, &map_v));
   const int64_t tiles = divide_up<int64_t>(args.length, kTileRows);
   const ForwardArguments arguments{static_cast<int32_t>(args.sequences),
                                    static_cast<int32_t>(args.length),
@@ -207,8 +214,8 @@ mok_status launch(const mok_context &context, const mok_attention_forward_args &
   constexpr int bytes = ForwardLayout<SIZE>::kBytes;
   static_assert(bytes <= 227 * 1024);
   MOK_CUDA(cudaFuncSetAttribute(forward_kernel<SIZE>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-  forward_kernel<SIZE><<<static_cast<unsigned>(tiles * args.heads * args.sequences), kAttentionThreads, bytes, context.stream>>>(map_q, map_k, map_v,
-                                                                                                                              arguments);
+  forward_kernel<SIZE><<<static_cast<unsigned>(tiles * args.heads * args.sequences), kAttentionThreads, bytes, context.stream>>>(
+      map_q, map_k, map_v, arguments);
   MOK_LAUNCHED();
   return MOK_OK;
 }

@@ -1,7 +1,8 @@
 // BLAKE3 (O'Connor, Aumasson, Neves, Wilcox-O'Hearn: "BLAKE3, one function, fast everywhere", 2020) of many buffers at once.
 //
-// A buffer is cut into chunks of 1,024 bytes, one a thread. A CTA joins its 256 chunks into one node of the hash tree; a second kernel
-// joins the nodes of each buffer. Joining neighbours level by level, a last odd node going up unchanged, gives the tree of the paper.
+// A buffer is cut into chunks of 1,024 bytes, one a thread. A CTA joins its 256 chunks into one node of the hash tree; a second
+// kernel joins the nodes of each buffer. Joining neighbours level by level, a last odd node going up unchanged, gives the tree of
+// the paper.
 #include "cuda/blake3.h"
 
 #include <vector>
@@ -13,12 +14,13 @@ namespace {
 
 constexpr int kChunkBytes = 1024;
 constexpr int kBlockBytes = 64;
-constexpr int kChunks = 256;     // of a CTA
-constexpr int kJoiners = 512;    // threads that join a buffer's nodes
+constexpr int kChunks = 256;   // of a CTA
+constexpr int kJoiners = 512;  // threads that join a buffer's nodes
 constexpr int64_t kNodeBytes = static_cast<int64_t>(kChunks) * kChunkBytes;
 
 constexpr uint32_t kChunkStart = 1, kChunkEnd = 2, kParent = 4, kRoot = 8;
-__device__ constexpr uint32_t kInitial[8] = {0x6A09E667, 0xBB67AE85, 0x3C6EF372, 0xA54FF53A, 0x510E527F, 0x9B05688C, 0x1F83D9AB, 0x5BE0CD19};
+__device__ constexpr uint32_t kInitial[8] = {0x6A09E667, 0xBB67AE85, 0x3C6EF372, 0xA54FF53A,
+                                             0x510E527F, 0x9B05688C, 0x1F83D9AB, 0x5BE0CD19};
 // Word of the message that position i of round r reads: the permutation of the paper, applied r times.
 __device__ constexpr int kSchedule[7][16] = {
     {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, {2, 6, 3, 10, 7, 0, 4, 13, 1, 11, 12, 5, 9, 14, 15, 8},
@@ -48,7 +50,8 @@ __device__ __forceinline__ void quarter(uint32_t &a, uint32_t &b, uint32_t &c, u
 }
 
 // The compression function, cut to the 8 words that chain.
-__device__ __forceinline__ Node compress(const Node &chain, const uint32_t (&message)[16], uint64_t counter, uint32_t bytes, uint32_t flags) {
+__device__ __forceinline__ Node compress(const Node &chain, const uint32_t (&message)[16], uint64_t counter, uint32_t bytes,
+                                         uint32_t flags) {
   uint32_t v[16];
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
@@ -64,14 +67,15 @@ __device__ __forceinline__ Node compress(const Node &chain, const uint32_t (&mes
   v[15] = flags;
 #pragma unroll
   for (int round = 0; round < 7; ++round) {
-    const int(&m)[16] = kSchedule[round];
+    const int (&m)[16] = kSchedule[round];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       quarter(v[i], v[4 + i], v[8 + i], v[12 + i], message[m[2 * i]], message[m[2 * i + 1]]);
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      quarter(v[i], v[4 + (i + 1) % 4], v[8 + (i + 2) % 4], v[12 + (i + 3) % 4], message[m[8 + 2 * i]], message[m[8 + 2 * i + 1]]);
+      quarter(v[i], v[4 + (i + 1) % 4], v[8 + (i + 2) % 4], v[12 + (i + 3) % 4], message[m[8 + 2 * i]],
+              message[m[8 + 2 * i + 1]]);
     }
   }
   Node out;
@@ -189,7 +193,8 @@ __global__ void __launch_bounds__(kChunks) chunks_kernel(const Buffer *buffers, 
   Node own;
   if (thread < live) {
     const int64_t offset = static_cast<int64_t>(thread) * kChunkBytes;
-    own = hash_chunk(buffer.data + first_byte + offset, bytes - offset, static_cast<uint64_t>((first_byte + offset) / kChunkBytes), whole && live == 1);
+    own = hash_chunk(buffer.data + first_byte + offset, bytes - offset,
+                     static_cast<uint64_t>((first_byte + offset) / kChunkBytes), whole && live == 1);
   }
   while (live > 1) {
     if (thread < live) {
@@ -258,11 +263,13 @@ mok_status run(mok_context *context, const mok_blake3_args *args) {
   for (int64_t i = 0; i < args->count; ++i) {
     const int64_t length = args->lengths[i];
     MOK_REQUIRE(length >= 0, "lengths[%" PRId64 "] is %" PRId64 "; allowed: 0 or more", i, length);
-    MOK_REQUIRE(args->pointers[i] != nullptr || length == 0, "pointers[%" PRId64 "] is NULL; allowed: a pointer to %" PRId64 " bytes", i, length);
+    MOK_REQUIRE(args->pointers[i] != nullptr || length == 0,
+                "pointers[%" PRId64 "] is NULL; allowed: a pointer to %" PRId64 " bytes", i, length);
     buffers[static_cast<size_t>(i)] = Buffer{static_cast<const uint8_t *>(args->pointers[i]), length, nodes};
     nodes += length == 0 ? 1 : divide_up(length, kNodeBytes);
   }
-  MOK_REQUIRE(nodes < INT32_MAX && args->count < INT32_MAX, "the buffers hold %" PRId64 " nodes of 256 KiB; allowed: less than 2^31", nodes);
+  MOK_REQUIRE(nodes < INT32_MAX && args->count < INT32_MAX,
+              "the buffers hold %" PRId64 " nodes of 256 KiB; allowed: less than 2^31", nodes);
   const size_t buffer_bytes = buffers.size() * sizeof(Buffer);
   const size_t node_bytes = static_cast<size_t>(nodes) * sizeof(Node);
   Scratch scratch(context->stream);

@@ -8,9 +8,9 @@
 extern "C" {
 #endif
 
-/* The BLAKE3 hash (unkeyed, 32 bytes: what b3sum prints) of each of `count` device buffers. `pointers` and `lengths` are host arrays,
- * read before the call returns; the buffers and `out` are device memory. Enqueued like every operation. Buffers that start at multiples of 16
- * bytes are read at full speed. Not for graph capture. */
+/* The BLAKE3 hash (unkeyed, 32 bytes: what b3sum prints) of each of `count` device buffers. `pointers` and `lengths` are host
+ * arrays, read before the call returns; the buffers and `out` are device memory. Enqueued like every operation. Buffers that
+ * start at multiples of 16 bytes are read at full speed. Not for graph capture. */
 typedef struct {
   int64_t count;
   const void *const *pointers; /* [count] host array of device pointers */

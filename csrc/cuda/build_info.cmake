@@ -1,8 +1,8 @@
 # Writes OUTPUT, the string macros of mok_build_info() of the CUDA library.
 #
-# The source digest is made by the rule of ../cmake/build_info.cmake over csrc/include, csrc/common and csrc/cuda (files that end in .h,
-# .cuh, .cu or .cmake), csrc/cuda/CMakeLists.txt, csrc/cpu/error.h and csrc/cpu/error.cpp.
-set(files cuda/CMakeLists.txt cpu/error.h cpu/error.cpp)
+# The source digest is made by the rule of ../cmake/build_info.cmake over the files below csrc/include, csrc/common and csrc/cuda
+# that end in .h, .cuh, .cu or .cmake, and csrc/cuda/CMakeLists.txt, and csrc/cpu/{checks.h,error.h,error.cpp,floating.h}.
+set(files cuda/CMakeLists.txt cpu/checks.h cpu/error.h cpu/error.cpp cpu/floating.h)
 foreach(folder include common cuda)
   foreach(ending h cuh cu cmake)
     file(GLOB_RECURSE found RELATIVE "${SOURCE_DIR}" "${SOURCE_DIR}/${folder}/*.${ending}")

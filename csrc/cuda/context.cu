@@ -1,6 +1,5 @@
 #include "cuda/context.h"
 
-
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -22,13 +21,16 @@ std::string json_escaped(const char *text) {
 }
 
 // Hopper and Blackwell data-centre parts: code for them is in this library and their tensor cores follow mok-1.
-bool architecture_supported(int major, int minor) { return (major == 9 && minor == 0) || (major == 10 && (minor == 0 || minor == 3)); }
+bool architecture_supported(int major, int minor) {
+  return (major == 9 && minor == 0) || (major == 10 && (minor == 0 || minor == 3));
+}
 
 mok_status check_architecture(const cudaDeviceProp &properties) {
   if (architecture_supported(properties.major, properties.minor)) return MOK_OK;
   if (properties.major == 8) {
     MOK_FAIL(MOK_UNSUPPORTED,
-             "%s (compute capability %d.%d) is refused: Ampere and Ada tensor cores sum 8 products at a time and keep 24 bits, which is "
+             "%s (compute capability %d.%d) is refused: Ampere and Ada tensor cores sum 8 products at a time and keep 24 bits, "
+             "which is "
              "another arithmetic than " MOK_ARITHMETIC "; allowed: 9.0, 10.0, 10.3",
              properties.name, properties.major, properties.minor);
   }
@@ -67,7 +69,8 @@ mok_status create(const mok_context_options &options, mok_context **out) {
     MOK_FAIL(MOK_UNSUPPORTED, "no CUDA device: %s", error == cudaSuccess ? "the driver reports none" : cudaGetErrorString(error));
   }
   MOK_REQUIRE(options.device >= 0 && options.device < devices, "device is %d; allowed: 0 to %d", options.device, devices - 1);
-  MOK_REQUIRE(options.tile_limit >= 0 && options.tile_limit <= kTileKinds, "tile_limit is %d; allowed: 0 (off) to %d", options.tile_limit, kTileKinds);
+  MOK_REQUIRE(options.tile_limit >= 0 && options.tile_limit <= kTileKinds, "tile_limit is %d; allowed: 0 (off) to %d",
+              options.tile_limit, kTileKinds);
   const DeviceGuard guard(options.device);
   MOK_CUDA(guard.error);
   cudaDeviceProp properties;
@@ -75,11 +78,17 @@ mok_status create(const mok_context_options &options, mok_context **out) {
   MOK_TRY(check_architecture(properties));
   PFN_cuTensorMapEncodeTiled_v12000 encode = nullptr;
   MOK_TRY(find_tensor_map_encoder(&encode));
-  mok_context context{options.device, properties.multiProcessorCount, options.tile_limit, static_cast<cudaStream_t>(options.stream), encode,
-                      nullptr, ""};
+  mok_context context{options.device,
+                      properties.multiProcessorCount,
+                      options.tile_limit,
+                      static_cast<cudaStream_t>(options.stream),
+                      encode,
+                      nullptr,
+                      ""};
   context.info = "{\"backend\": \"cuda\", \"device\": " + std::to_string(options.device) + ", \"name\": \"" +
                  json_escaped(properties.name) + "\", \"compute_capability\": \"" + std::to_string(properties.major) + "." +
-                 std::to_string(properties.minor) + "\", \"multiprocessors\": " + std::to_string(properties.multiProcessorCount) + "}";
+                 std::to_string(properties.minor) + "\", \"multiprocessors\": " + std::to_string(properties.multiProcessorCount) +
+                 "}";
   MOK_TRY(probe_once(&context));
   auto created = std::make_unique<mok_context>(context);
   MOK_CUDA(cudaHostAlloc(reinterpret_cast<void **>(&created->fault), sizeof(Fault), cudaHostAllocMapped));
@@ -100,8 +109,8 @@ mok_status check_fault(const mok_context *context) noexcept {
   const volatile Fault *fault = context->fault;
   const auto kind = static_cast<FaultKind>(fault->kind);
   if (kind == FaultKind::kNone) return MOK_OK;
-  MOK_FAIL(MOK_INVALID, "an earlier call of this context met %s[%" PRId64 "] = %" PRId64 "; allowed: %" PRId64 " to %" PRId64, fault_name(kind),
-           fault->index, fault->value, fault->least, fault->most);
+  MOK_FAIL(MOK_INVALID, "an earlier call of this context met %s[%" PRId64 "] = %" PRId64 "; allowed: %" PRId64 " to %" PRId64,
+           fault_name(kind), fault->index, fault->value, fault->least, fault->most);
 }
 
 }  // namespace mok::cuda

@@ -9,9 +9,10 @@
 //     });
 //   }
 //
-// Entries enqueue on the context's stream and never wait for the device. Whatever a kernel needs besides its arguments is taken with
-// Scratch (stream-ordered, so it can be captured in a graph). What the host can't check, since it is device data (ids, labels, rows), a
-// kernel checks: it skips the value and records a fault, which every later call of the context returns as MOK_INVALID.
+// Entries enqueue on the context's stream and never wait for the device. Whatever a kernel needs besides its arguments is taken
+// with Scratch (stream-ordered, so it can be captured in a graph). What the host can't check, since it is device data (ids,
+// labels, rows), a kernel checks: it skips the value and records a fault, which every later call of the context returns as
+// MOK_INVALID.
 #pragma once
 
 #include <cuda.h>
@@ -72,11 +73,11 @@ mok_status check_fault(const mok_context *context) noexcept;
 
 }  // namespace mok::cuda
 
-#define MOK_CUDA(expression)                                                                      \
-  do {                                                                                            \
+#define MOK_CUDA(expression)                                                                           \
+  do {                                                                                                 \
     if (const cudaError_t mok_cuda_error = (expression); mok_cuda_error != cudaSuccess) [[unlikely]] { \
-      return ::mok::cuda::fail_cuda(mok_cuda_error, #expression, __FILE__, __LINE__);             \
-    }                                                                                             \
+      return ::mok::cuda::fail_cuda(mok_cuda_error, #expression, __FILE__, __LINE__);                  \
+    }                                                                                                  \
   } while (0)
 
 // After a launch: configuration errors, and errors that earlier work left behind.

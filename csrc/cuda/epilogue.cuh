@@ -1,19 +1,20 @@
 // The end of a product: accumulators (layout of tensor_core.cuh) from and to global memory.
 #pragma once
 
-#include "common/bf16.h"
+#include "common/platform.h"
+#include "cuda/ptx.cuh"
 #include "cuda/schedule.cuh"
 
 namespace mok::cuda {
 
 struct ProductOutput {
-  void *c;                // float or bfloat16 [m, n] rows of `pitch`, of one group
-  const float *initial;   // or NULL; may be c
-  const float *addend;    // or NULL; may be c
-  int64_t pitch;          // elements between rows of c, initial and addend
-  int64_t group_elements; // from one group's matrix to the next
-  int32_t bf16;           // c holds bfloat16
-  int32_t vectors;        // rows of c, initial and addend start at multiples of 16 bytes
+  void *c;                 // float or bfloat16 [m, n] rows of `pitch`, of one group
+  const float *initial;    // or NULL; may be c
+  const float *addend;     // or NULL; may be c
+  int64_t pitch;           // elements between rows of c, initial and addend
+  int64_t group_elements;  // from one group's matrix to the next
+  int32_t bf16;            // c holds bfloat16
+  int32_t vectors;         // rows of c, initial and addend start at multiples of 16 bytes
 };
 
 // Two neighbouring fp32 of a row; +0 beyond the end.
@@ -26,8 +27,8 @@ __device__ __forceinline__ float2 load_pair(const float *row, int32_t column, in
 
 // The first values of the chains of this thread: `initial`, or +0.
 template <int COUNT>
-__device__ __forceinline__ void load_accumulators(float (&acc)[COUNT], const ProductOutput &out, int32_t group, int32_t row, int32_t row_end,
-                                                  int32_t column, int32_t column_end) {
+__device__ __forceinline__ void load_accumulators(float (&acc)[COUNT], const ProductOutput &out, int32_t group, int32_t row,
+                                                  int32_t row_end, int32_t column, int32_t column_end) {
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) {
     acc[i] = 0.0f;
@@ -65,11 +66,8 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&word)[4]) {
   }
 }
 
-__device__ __forceinline__ uint32_t packed_bf16(float low, float high) {
-  return static_cast<uint32_t>(to_bf16(low)) | static_cast<uint32_t>(to_bf16(high)) << 16;
-}
-
-// A row of this thread's columns as bf16: four column blocks at a time, so that a thread stores 16 bytes. All lanes of a warp call this.
+// A row of this thread's columns as bf16: four column blocks at a time, so that a thread stores 16 bytes. All lanes of a warp
+// call this.
 template <int COUNT>
 __device__ __forceinline__ void store_row_bf16(const float (&acc)[COUNT], int half, uint16_t *row, bool row_valid, int32_t column,
                                                int32_t column_end, bool vectors) {
@@ -100,8 +98,8 @@ __device__ __forceinline__ void store_row_bf16(const float (&acc)[COUNT], int ha
 }
 
 template <int COUNT>
-__device__ __forceinline__ void store_row_fp32(const float (&acc)[COUNT], int half, float *row, int32_t column, int32_t column_end,
-                                               bool vectors) {
+__device__ __forceinline__ void store_row_fp32(const float (&acc)[COUNT], int half, float *row, int32_t column,
+                                               int32_t column_end, bool vectors) {
 #pragma unroll
   for (int j = 0; j < COUNT / 4; ++j) {
     const float low = acc[4 * j + 2 * half];
@@ -118,8 +116,8 @@ __device__ __forceinline__ void store_row_fp32(const float (&acc)[COUNT], int ha
 
 // Finishes the chains (+ 0.0f, then the addend) and stores them. `row` and `column` are this thread's first.
 template <int COUNT>
-__device__ __forceinline__ void store_accumulators(float (&acc)[COUNT], const ProductOutput &out, int32_t group, int32_t row, int32_t row_end,
-                                                   int32_t column, int32_t column_end) {
+__device__ __forceinline__ void store_accumulators(float (&acc)[COUNT], const ProductOutput &out, int32_t group, int32_t row,
+                                                   int32_t row_end, int32_t column, int32_t column_end) {
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) {
     acc[i] = f32::add(acc[i], 0.0f);

@@ -16,7 +16,8 @@ __global__ void __launch_bounds__(kRowThreads) swiglu_forward_kernel(const __gri
 
 // A warp a row.
 template <bool BF16>
-__global__ void __launch_bounds__(kRowThreads) swiglu_backward_kernel(const __grid_constant__ mok_swiglu_backward_args args, Fault *fault) {
+__global__ void __launch_bounds__(kRowThreads)
+    swiglu_backward_kernel(const __grid_constant__ mok_swiglu_backward_args args, Fault *fault) {
   const int64_t row = warp_row();
   if (row >= args.rows) return;
   const int64_t width = args.intermediate;
@@ -26,14 +27,16 @@ __global__ void __launch_bounds__(kRowThreads) swiglu_backward_kernel(const __gr
   if (args.row_slot != nullptr && !allowed(fault, FaultKind::kSlot, row, slot, -1, args.slots - 1)) slot = -1;
   if (slot < 0) {
     for (int64_t i = lane_index(); i < 2 * width; i += 32) store_operand<BF16>(args.grad_gate_up, gate + i, 0.0f);
-    for (int64_t i = lane_index(); i < width && args.weighted_act != nullptr; i += 32) store_operand<BF16>(args.weighted_act, row * width + i, 0.0f);
+    for (int64_t i = lane_index(); i < width && args.weighted_act != nullptr; i += 32)
+      store_operand<BF16>(args.weighted_act, row * width + i, 0.0f);
     return;
   }
   const float weight = args.slot_weight != nullptr ? args.slot_weight[slot] : 1.0f;
   const float *const grad_act = args.grad_act + row * width;
   if (args.grad_slot_weight != nullptr) {
     const float sum = warp_row_sum(width, [&](float lane, int64_t i) {
-      const float act = rounded<BF16>(f32::mul(f32::silu(load_operand<BF16>(args.gate_up, gate + i)), load_operand<BF16>(args.gate_up, up + i)));
+      const float act = rounded<BF16>(
+          f32::mul(f32::silu(load_operand<BF16>(args.gate_up, gate + i)), load_operand<BF16>(args.gate_up, up + i)));
       return f32::fma(grad_act[i], act, lane);
     });
     if (lane_index() == 0) args.grad_slot_weight[slot] = f32::canonical(sum);
@@ -82,7 +85,8 @@ mok_status swiglu_forward(const mok_context *context, const mok_swiglu_forward_a
   MOK_REQUIRE_POINTER(args->out, args->rows);
   if (args->rows == 0) return MOK_OK;
   for_precision(args->precision, [&](auto bf16) {
-    swiglu_forward_kernel<bf16.value><<<grid_of(args->rows * args->intermediate, kRowThreads), kRowThreads, 0, context->stream>>>(*args);
+    swiglu_forward_kernel<bf16.value>
+        <<<grid_of(args->rows * args->intermediate, kRowThreads), kRowThreads, 0, context->stream>>>(*args);
   });
   MOK_LAUNCHED();
   return MOK_OK;
@@ -101,7 +105,8 @@ mok_status swiglu_backward(const mok_context *context, const mok_swiglu_backward
   }
   if (args->rows == 0) return MOK_OK;
   for_precision(args->precision, [&](auto bf16) {
-    swiglu_backward_kernel<bf16.value><<<grid_of(args->rows, kRowWarps), kRowThreads, 0, context->stream>>>(*args, context->fault);
+    swiglu_backward_kernel<bf16.value>
+        <<<grid_of(args->rows, kRowWarps), kRowThreads, 0, context->stream>>>(*args, context->fault);
   });
   MOK_LAUNCHED();
   return MOK_OK;

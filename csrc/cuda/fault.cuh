@@ -9,13 +9,20 @@ enum class FaultKind : int32_t { kNone, kId, kLabel, kPosition, kSlot, kExpert, 
 
 inline const char *fault_name(FaultKind kind) {
   switch (kind) {
-    case FaultKind::kId: return "ids";
-    case FaultKind::kLabel: return "labels";
-    case FaultKind::kPosition: return "positions";
-    case FaultKind::kSlot: return "row_slot";
-    case FaultKind::kExpert: return "expert_index";
-    case FaultKind::kRows: return "rows of the routing plan: expert_offsets";
-    case FaultKind::kNone: break;
+    case FaultKind::kId:
+      return "ids";
+    case FaultKind::kLabel:
+      return "labels";
+    case FaultKind::kPosition:
+      return "positions";
+    case FaultKind::kSlot:
+      return "row_slot";
+    case FaultKind::kExpert:
+      return "expert_index";
+    case FaultKind::kRows:
+      return "rows of the routing plan: expert_offsets";
+    case FaultKind::kNone:
+      break;
   }
   return "";
 }
@@ -26,7 +33,8 @@ struct Fault {
   int64_t index, value, least, most;
 };
 
-// Records name[index] = value, allowed least to most, unless something has been recorded before. Returns whether the value is allowed.
+// Records name[index] = value, allowed least to most, unless something has been recorded before. Returns whether the value is
+// allowed.
 __device__ __forceinline__ bool allowed(Fault *fault, FaultKind kind, int64_t index, int64_t value, int64_t least, int64_t most) {
   if (value >= least && value <= most) return true;
   if (atomicCAS_system(&fault->claimed, 0, 1) == 0) {

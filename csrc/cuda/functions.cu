@@ -17,10 +17,10 @@ __global__ void __launch_bounds__(kRowThreads) add_kernel(const __grid_constant_
   if (i < args.count) args.out[i] = f32::canonical(f32::add(args.a[i], args.b[i]));
 }
 
-#define MOK_FUNCTION(NAME)                                                           \
-  struct Apply_##NAME {                                                              \
-    static constexpr const char *kName = #NAME;                                      \
-    __device__ float operator()(float x) const { return f32::NAME(x); }              \
+#define MOK_FUNCTION(NAME)                                              \
+  struct Apply_##NAME {                                                 \
+    static constexpr const char *kName = #NAME;                         \
+    __device__ float operator()(float x) const { return f32::NAME(x); } \
   };
 MOK_FUNCTION(exp)
 MOK_FUNCTION(exp2)
@@ -50,7 +50,8 @@ bool launch_function(const mok_context *context, const mok_function_args *args) 
     if (found || std::strcmp(args->name, Apply::kName) != 0) return;
     found = true;
     if (args->count > 0) {
-      function_kernel<Apply><<<grid_of(args->count, kRowThreads), kRowThreads, 0, context->stream>>>(args->count, args->in, args->out);
+      function_kernel<Apply>
+          <<<grid_of(args->count, kRowThreads), kRowThreads, 0, context->stream>>>(args->count, args->in, args->out);
     }
   };
   (attempt(Applies{}), ...);
@@ -62,9 +63,10 @@ mok_status function(const mok_context *context, const mok_function_args *args) {
   MOK_REQUIRE(args->count >= 0, "count is %" PRId64 "; allowed: 0 or more", args->count);
   MOK_REQUIRE_POINTER(args->in, args->count);
   MOK_REQUIRE_POINTER(args->out, args->count);
-  const bool found = launch_function<Apply_exp, Apply_exp2, Apply_log, Apply_sigmoid, Apply_silu, Apply_silu_grad, Apply_rsqrt, Apply_sqrt,
-                                     Apply_recip, Apply_sin, Apply_cos>(context, args);
-  MOK_REQUIRE(found, "name is \"%.40s\"; allowed: exp, exp2, log, sigmoid, silu, silu_grad, rsqrt, sqrt, recip, sin, cos", args->name);
+  const bool found = launch_function<Apply_exp, Apply_exp2, Apply_log, Apply_sigmoid, Apply_silu, Apply_silu_grad, Apply_rsqrt,
+                                     Apply_sqrt, Apply_recip, Apply_sin, Apply_cos>(context, args);
+  MOK_REQUIRE(found, "name is \"%.40s\"; allowed: exp, exp2, log, sigmoid, silu, silu_grad, rsqrt, sqrt, recip, sin, cos",
+              args->name);
   MOK_LAUNCHED();
   return MOK_OK;
 }

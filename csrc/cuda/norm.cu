@@ -28,7 +28,8 @@ __global__ void __launch_bounds__(kRowThreads) backward_kernel(const __grid_cons
   const float *const g = args.grad_out + row * columns;
   const float *const weight = args.weight;
   const float rstd = args.rstd[row];
-  const float dot = warp_row_sum(columns, [=](float sum, int64_t i) { return f32::fma(f32::mul(g[i], weight[i]), f32::mul(x[i], rstd), sum); });
+  const float dot =
+      warp_row_sum(columns, [=](float sum, int64_t i) { return f32::fma(f32::mul(g[i], weight[i]), f32::mul(x[i], rstd), sum); });
   const float mean = f32::mul(dot, f32::div(1.0f, static_cast<float>(columns)));
   float *const out = args.grad_x + row * columns;
 #pragma unroll 4
@@ -74,7 +75,8 @@ mok_status backward(const mok_context *context, const mok_rmsnorm_backward_args 
   MOK_REQUIRE_POINTER(args->grad_out, args->rows);
   MOK_REQUIRE_POINTER(args->grad_x, args->rows);
   if (args->grad_weight != nullptr) {  // first: grad_x may be what it reads
-    MOK_TRY(add_token_sum(context, WeightTerm{args->x, args->grad_out, args->rstd, args->columns}, args->rows, args->columns, args->grad_weight));
+    MOK_TRY(add_token_sum(context, WeightTerm{args->x, args->grad_out, args->rstd, args->columns}, args->rows, args->columns,
+                          args->grad_weight));
   }
   if (args->rows == 0) return MOK_OK;
   backward_kernel<<<grid_of(args->rows, kRowWarps), kRowThreads, 0, context->stream>>>(*args);

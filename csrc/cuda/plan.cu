@@ -21,7 +21,8 @@ __global__ void __launch_bounds__(kRowThreads) count_kernel(const __grid_constan
 }
 
 // starts[expert * groups + group] = rows of the segments before; expert_offsets. One CTA: a thread takes a run of segments.
-__global__ void __launch_bounds__(kScanThreads) scan_kernel(const __grid_constant__ mok_routing_plan_args args, int32_t *starts, Fault *fault) {
+__global__ void __launch_bounds__(kScanThreads)
+    scan_kernel(const __grid_constant__ mok_routing_plan_args args, int32_t *starts, Fault *fault) {
   __shared__ int64_t sums[kScanThreads];
   const int64_t segments = args.experts * args.groups;
   const int64_t each = (segments + kScanThreads - 1) / kScanThreads;
@@ -55,7 +56,8 @@ __global__ void __launch_bounds__(kScanThreads) scan_kernel(const __grid_constan
 }
 
 // A warp a segment: goes through the group's slots in order and gives those of its expert the next rows.
-__global__ void __launch_bounds__(kRowThreads) assign_kernel(const __grid_constant__ mok_routing_plan_args args, const int32_t *starts) {
+__global__ void __launch_bounds__(kRowThreads)
+    assign_kernel(const __grid_constant__ mok_routing_plan_args args, const int32_t *starts) {
   const int64_t segment = warp_row();
   if (segment >= args.experts * args.groups) return;
   const auto expert = static_cast<int32_t>(segment / args.groups);
@@ -81,12 +83,12 @@ mok_status check(const mok_routing_plan_args *args) {
   MOK_REQUIRE_RANGE(args, tokens, 0, kRowsMax);
   MOK_REQUIRE_RANGE(args, experts, 1, kWidthMax);
   MOK_REQUIRE_RANGE(args, top_k, 1, args->experts);
-  MOK_REQUIRE(args->tokens * args->top_k <= kRowsMax, "tokens * top_k is %" PRId64 "; allowed: at most %" PRId64, args->tokens * args->top_k,
-              kRowsMax);
+  MOK_REQUIRE(args->tokens * args->top_k <= kRowsMax, "tokens * top_k is %" PRId64 "; allowed: at most %" PRId64,
+              args->tokens * args->top_k, kRowsMax);
   MOK_REQUIRE_RANGE(args, group_tokens, 1, kRowsMax);
   const int64_t groups = divide_up(args->tokens, args->group_tokens);
-  MOK_REQUIRE(args->groups == groups, "groups is %" PRId64 "; allowed: %" PRId64 " for %" PRId64 " tokens in groups of %" PRId64, args->groups,
-              groups, args->tokens, args->group_tokens);
+  MOK_REQUIRE(args->groups == groups, "groups is %" PRId64 "; allowed: %" PRId64 " for %" PRId64 " tokens in groups of %" PRId64,
+              args->groups, groups, args->tokens, args->group_tokens);
   MOK_REQUIRE_RANGE(args, rows_capacity, 0, kRowsMax);
   MOK_REQUIRE_POINTER(args->expert_index, args->tokens);
   MOK_REQUIRE_POINTER(args->token_mask, args->tokens);

@@ -1,5 +1,5 @@
-// The tensor-core probe. Operands are a pure function of (seed, kind, round, position), so that nothing is stored and the host can show
-// the operands of an output that differs.
+// The tensor-core probe. Operands are a pure function of (seed, kind, round, position), so that nothing is stored and the host
+// can show the operands of an output that differs.
 #include "cuda/probe.h"
 
 #include <string>
@@ -11,8 +11,8 @@
 namespace mok::cuda {
 namespace {
 
-constexpr int kRows = 64;       // of an instruction
-constexpr int kDepthMax = 48;   // three blocks
+constexpr int kRows = 64;      // of an instruction
+constexpr int kDepthMax = 48;  // three blocks
 constexpr int kThreads = 128;
 
 enum Kind : int { kNormal, kFinite, kSubnormal, kSmall, kHuge, kSpecial, kAll, kCarried, kKinds };
@@ -40,14 +40,22 @@ MOK_HD uint16_t shaped(int32_t kind, uint64_t random) {
   const auto raw = static_cast<uint32_t>(random & 0xFFFF);
   const auto other = static_cast<uint32_t>(random >> 32);
   switch (kind) {
-    case kNormal: return static_cast<uint16_t>((raw & 0x807F) | ((120 + other % 16) << 7));
-    case kFinite: return static_cast<uint16_t>((raw & 0x7F80) == 0x7F80 ? raw & 0xFF7F : raw);
-    case kSubnormal: return static_cast<uint16_t>(raw & 0x83FF);
-    case kSmall: return static_cast<uint16_t>((raw & 0x807F) | ((60 + other % 8) << 7));
-    case kHuge: return static_cast<uint16_t>((raw & 0x807F) | ((186 + other % 8) << 7));
-    case kSpecial: return static_cast<uint16_t>(other % 16 == 0 ? raw | 0x7F80 : raw & 0xBFFF);
-    case kCarried: return static_cast<uint16_t>((raw & 0x807F) | ((124 + other % 8) << 7));
-    default: return static_cast<uint16_t>(raw);
+    case kNormal:
+      return static_cast<uint16_t>((raw & 0x807F) | ((120 + other % 16) << 7));
+    case kFinite:
+      return static_cast<uint16_t>((raw & 0x7F80) == 0x7F80 ? raw & 0xFF7F : raw);
+    case kSubnormal:
+      return static_cast<uint16_t>(raw & 0x83FF);
+    case kSmall:
+      return static_cast<uint16_t>((raw & 0x807F) | ((60 + other % 8) << 7));
+    case kHuge:
+      return static_cast<uint16_t>((raw & 0x807F) | ((186 + other % 8) << 7));
+    case kSpecial:
+      return static_cast<uint16_t>(other % 16 == 0 ? raw | 0x7F80 : raw & 0xBFFF);
+    case kCarried:
+      return static_cast<uint16_t>((raw & 0x807F) | ((124 + other % 8) << 7));
+    default:
+      return static_cast<uint16_t>(raw);
   }
 }
 
@@ -70,7 +78,8 @@ MOK_HD uint32_t probe_initial(const ProbeCase &probe, uint32_t round, int32_t ro
 
 MOK_HD uint32_t expected(const ProbeCase &probe, uint32_t round, int32_t row, int32_t column) {
   return rule::chain(
-      probe_initial(probe, round, row, column), probe_depth(probe, round), [&](int64_t k) { return probe_a(probe, round, row, static_cast<int32_t>(k)); },
+      probe_initial(probe, round, row, column), probe_depth(probe, round),
+      [&](int64_t k) { return probe_a(probe, round, row, static_cast<int32_t>(k)); },
       [&](int64_t k) { return probe_b(probe, round, column, static_cast<int32_t>(k)); });
 }
 
@@ -180,14 +189,22 @@ struct Form {
 
 #define MOK_PROBE_FORM(N, SOURCE, B_MN, NAME) {"n=" #N " " NAME, N, launch<N, Source::SOURCE, B_MN>}
 constexpr Form kForms[] = {
-    MOK_PROBE_FORM(16, kKMajor, false, "A K-major, B K-major"),     MOK_PROBE_FORM(16, kMnMajor, true, "A MN-major, B MN-major"),
-    MOK_PROBE_FORM(32, kKMajor, true, "A K-major, B MN-major"),     MOK_PROBE_FORM(32, kRegisters, false, "A registers, B K-major"),
-    MOK_PROBE_FORM(64, kKMajor, false, "A K-major, B K-major"),     MOK_PROBE_FORM(64, kKMajor, true, "A K-major, B MN-major"),
-    MOK_PROBE_FORM(64, kMnMajor, false, "A MN-major, B K-major"),   MOK_PROBE_FORM(64, kMnMajor, true, "A MN-major, B MN-major"),
-    MOK_PROBE_FORM(64, kRegisters, false, "A registers, B K-major"), MOK_PROBE_FORM(64, kRegisters, true, "A registers, B MN-major"),
-    MOK_PROBE_FORM(128, kKMajor, false, "A K-major, B K-major"),    MOK_PROBE_FORM(128, kMnMajor, true, "A MN-major, B MN-major"),
-    MOK_PROBE_FORM(128, kRegisters, true, "A registers, B MN-major"), MOK_PROBE_FORM(256, kKMajor, false, "A K-major, B K-major"),
-    MOK_PROBE_FORM(256, kMnMajor, true, "A MN-major, B MN-major"),  MOK_PROBE_FORM(256, kRegisters, false, "A registers, B K-major"),
+    MOK_PROBE_FORM(16, kKMajor, false, "A K-major, B K-major"),
+    MOK_PROBE_FORM(16, kMnMajor, true, "A MN-major, B MN-major"),
+    MOK_PROBE_FORM(32, kKMajor, true, "A K-major, B MN-major"),
+    MOK_PROBE_FORM(32, kRegisters, false, "A registers, B K-major"),
+    MOK_PROBE_FORM(64, kKMajor, false, "A K-major, B K-major"),
+    MOK_PROBE_FORM(64, kKMajor, true, "A K-major, B MN-major"),
+    MOK_PROBE_FORM(64, kMnMajor, false, "A MN-major, B K-major"),
+    MOK_PROBE_FORM(64, kMnMajor, true, "A MN-major, B MN-major"),
+    MOK_PROBE_FORM(64, kRegisters, false, "A registers, B K-major"),
+    MOK_PROBE_FORM(64, kRegisters, true, "A registers, B MN-major"),
+    MOK_PROBE_FORM(128, kKMajor, false, "A K-major, B K-major"),
+    MOK_PROBE_FORM(128, kMnMajor, true, "A MN-major, B MN-major"),
+    MOK_PROBE_FORM(128, kRegisters, true, "A registers, B MN-major"),
+    MOK_PROBE_FORM(256, kKMajor, false, "A K-major, B K-major"),
+    MOK_PROBE_FORM(256, kMnMajor, true, "A MN-major, B MN-major"),
+    MOK_PROBE_FORM(256, kRegisters, false, "A registers, B K-major"),
 };
 #undef MOK_PROBE_FORM
 
@@ -208,8 +225,11 @@ mok_status report_difference(const Form &form, const ProbeCase &probe, const Pro
   for (int32_t k = 0; k < probe_depth(probe, round); ++k) operands += hexadecimal(probe_a(probe, round, row, k), 4);
   operands += ", b = ";
   for (int32_t k = 0; k < probe_depth(probe, round); ++k) operands += hexadecimal(probe_b(probe, round, column, k), 4);
-  MOK_FAIL(MOK_DEVICE, "the tensor core is not " MOK_ARITHMETIC "'s: %s, %s: %llu of %" PRId64 " outputs differ; got %08X, expected %08X from %08X, %s",
-           form.name, kKindNames[probe.kind], result.different, outputs, got, want, probe_initial(probe, round, row, column), operands.c_str());
+  MOK_FAIL(MOK_DEVICE,
+           "the tensor core is not " MOK_ARITHMETIC "'s: %s, %s: %llu of %" PRId64
+           " outputs differ; got %08X, expected %08X from %08X, %s",
+           form.name, kKindNames[probe.kind], result.different, outputs, got, want, probe_initial(probe, round, row, column),
+           operands.c_str());
 }
 
 mok_status probe_all(cudaStream_t stream, uint64_t seed, int64_t rounds, int64_t *outputs) {
@@ -255,8 +275,8 @@ mok_status quick_probe(cudaStream_t stream) {
 
 extern "C" MOK_API mok_status mok_probe(mok_context *context, mok_probe_args *args) {
   return mok::cuda::enter("mok_probe", context, args, [&] {
-    MOK_REQUIRE(args->rounds > 0 && args->rounds <= mok::cuda::kRoundsMax, "rounds is %" PRId64 "; allowed: 1 to %" PRId64, args->rounds,
-                mok::cuda::kRoundsMax);
+    MOK_REQUIRE(args->rounds > 0 && args->rounds <= mok::cuda::kRoundsMax, "rounds is %" PRId64 "; allowed: 1 to %" PRId64,
+                args->rounds, mok::cuda::kRoundsMax);
     return mok::cuda::probe_all(context->stream, args->seed, args->rounds, &args->outputs);
   });
 }

@@ -8,10 +8,10 @@
 extern "C" {
 #endif
 
-/* Multiplies random raw bit patterns through every form of the tensor-core instructions that the kernels use (A from shared memory and from
- * registers, K-major and MN-major operands, 16 to 256 columns, ragged depth, carried accumulators) and compares every output bit with the
- * integer model in common/tensor_core_rule.h. MOK_DEVICE if one differs: mok_last_error() shows the operands. Waits for the device.
- * mok_context_create runs it with `rounds` = 4 on each device once. */
+/* Multiplies random raw bit patterns through every form of the tensor-core instructions that the kernels use (A from shared
+ * memory and from registers, K-major and MN-major operands, 16 to 256 columns, ragged depth, carried accumulators) and compares
+ * every output bit with the integer model in common/tensor_core_rule.h. MOK_DEVICE if one differs: mok_last_error() shows the
+ * operands. Waits for the device. mok_context_create runs it with `rounds` = 4 on each device once. */
 typedef struct {
   uint64_t seed;
   int64_t rounds;  /* > 0; a round is 64 x n outputs of each of 8 kinds of operands for each form */

@@ -8,8 +8,8 @@ namespace {
 
 constexpr int64_t kExtentMax = (int64_t{1} << 31) - 1024;  // rows, columns and depth are int32 on the device
 
-// The table of tiles. `percent` is the share of the best tile's rate that was measured for large products (benchmarks/gpu_product.py).
-// The choice may depend on anything: no tile changes a bit.
+// The table of tiles. `percent` is the share of the best tile's rate that was measured for large products
+// (benchmarks/gpu_product.py). The choice may depend on anything: no tile changes a bit.
 struct TileRow {
   int64_t m, n, cluster, percent;
   LaunchProduct engine, rows;  // rows: threads load an operand; NULL: the tile has no such kernels
@@ -48,8 +48,12 @@ const TileRow &choose_tile(const mok_context &context, int64_t matrices, int64_t
 }
 
 ProductOperand operand(const Matrices &matrices, const int32_t *rows, int32_t share) {
-  return ProductOperand{static_cast<const uint16_t *>(matrices.base), matrices.pitch, matrices.groups == 1 ? 0 : matrices.group_elements, rows,
-                        share, matrices.aligned() ? 1 : 0};
+  return ProductOperand{static_cast<const uint16_t *>(matrices.base),
+                        matrices.pitch,
+                        matrices.groups == 1 ? 0 : matrices.group_elements,
+                        rows,
+                        share,
+                        matrices.aligned() ? 1 : 0};
 }
 
 // One product of any form: operands as stored, the majorness that follows, outputs of `matrices` times m x n on average.
@@ -82,10 +86,12 @@ mok_status run_bf16(const mok_context &context, const ProductCall &call) {
                             ? kSmallest
                             : choose_tile(context, call.matrices, call.rows_each, call.shape.n, loading != Loading::kEngine);
   ProductLaunch launch = {};
-  launch.arguments = ProductArguments{call.shape, operand(call.a, call.a_rows, 1), operand(call.b, call.b_rows, call.b_share), call.out};
+  launch.arguments =
+      ProductArguments{call.shape, operand(call.a, call.a_rows, 1), operand(call.b, call.b_rows, call.b_share), call.out};
   launch.tiles = tiles_of(tile, call.matrices, call.rows_each, call.shape.n);
   if (call.shape.form == ProductForm::kByRows) {  // the runs are known on the device only
-    launch.tiles = (divide_up<int64_t>(call.shape.m, tile.m * tile.cluster) + call.shape.groups) * divide_up<int64_t>(call.shape.n, tile.n);
+    launch.tiles =
+        (divide_up<int64_t>(call.shape.m, tile.m * tile.cluster) + call.shape.groups) * divide_up<int64_t>(call.shape.n, tile.n);
   }
   if (loading == Loading::kEngine || loading == Loading::kGatherB) {
     MOK_TRY(encode_map(context, call.a, copy_box_rows(call.a_mn, tile.m), &launch.map_a));
@@ -97,7 +103,8 @@ mok_status run_bf16(const mok_context &context, const ProductCall &call) {
 }
 
 bool aligned_fp32(const Matrices &matrices) {
-  return multiple_of_16_bytes(matrices.base) && matrices.pitch % 4 == 0 && (matrices.groups == 1 || matrices.group_elements % 4 == 0);
+  return multiple_of_16_bytes(matrices.base) && matrices.pitch % 4 == 0 &&
+         (matrices.groups == 1 || matrices.group_elements % 4 == 0);
 }
 
 mok_status run(const mok_context &context, int32_t precision, const ProductCall &call) {
@@ -120,8 +127,8 @@ mok_status run(const mok_context &context, int32_t precision, const ProductCall 
 
 bool output_vectors(const ProductOutput &out) {
   const int64_t elements = out.bf16 ? 8 : 4;
-  return multiple_of_16_bytes(out.c) && multiple_of_16_bytes(out.initial) && multiple_of_16_bytes(out.addend) && out.pitch % elements == 0 &&
-         out.group_elements % elements == 0;
+  return multiple_of_16_bytes(out.c) && multiple_of_16_bytes(out.initial) && multiple_of_16_bytes(out.addend) &&
+         out.pitch % elements == 0 && out.group_elements % elements == 0;
 }
 
 mok_status check_precision(int32_t precision, int32_t out_bf16) {
@@ -137,7 +144,8 @@ mok_status check_extent(const char *name, int64_t value) {
 
 mok_status dense(mok_context *context, const mok_product_args *args) {
   MOK_TRY(check_precision(args->precision, args->out_bf16));
-  MOK_REQUIRE((args->trans_a | 1) == 1 && (args->trans_b | 1) == 1, "trans_a, trans_b are %d, %d; allowed: 0, 1", args->trans_a, args->trans_b);
+  MOK_REQUIRE((args->trans_a | 1) == 1 && (args->trans_b | 1) == 1, "trans_a, trans_b are %d, %d; allowed: 0, 1", args->trans_a,
+              args->trans_b);
   MOK_TRY(check_extent("m", args->m));
   MOK_TRY(check_extent("n", args->n));
   MOK_TRY(check_extent("k", args->k));
@@ -150,8 +158,26 @@ mok_status dense(mok_context *context, const mok_product_args *args) {
   MOK_REQUIRE_POINTER(args->b, args->n * args->k);
   MOK_REQUIRE_POINTER(args->c, args->m * args->n);
   if (args->m == 0 || args->n == 0) return MOK_OK;
-  return run_batched(*context, BatchedProduct{args->precision, args->out_bf16, args->trans_a != 0, args->trans_b != 0, args->m, args->n, args->k,
-                                              args->lda, args->ldb, args->ldc, args->a, args->b, args->c, args->initial, args->addend, 1, 0, 0, 0, 1});
+  return run_batched(*context, BatchedProduct{args->precision,
+                                              args->out_bf16,
+                                              args->trans_a != 0,
+                                              args->trans_b != 0,
+                                              args->m,
+                                              args->n,
+                                              args->k,
+                                              args->lda,
+                                              args->ldb,
+                                              args->ldc,
+                                              args->a,
+                                              args->b,
+                                              args->c,
+                                              args->initial,
+                                              args->addend,
+                                              1,
+                                              0,
+                                              0,
+                                              0,
+                                              1});
 }
 
 mok_status check_grouped(const mok_grouped_product_args *args) {
@@ -226,9 +252,10 @@ mok_status encode_map(const mok_context &context, const Matrices &matrices, int6
   const cuuint64_t pitches[2] = {static_cast<cuuint64_t>(2 * matrices.pitch), static_cast<cuuint64_t>(group_bytes)};
   const cuuint32_t box[3] = {64, static_cast<cuuint32_t>(box_rows), 1};
   const cuuint32_t steps[3] = {1, 1, 1};
-  const CUresult result = context.encode_tensor_map(
-      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void *>(matrices.base), sizes, pitches, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      context.encode_tensor_map(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void *>(matrices.base), sizes, pitches, box,
+                                steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     MOK_FAIL(MOK_INTERNAL, "cuTensorMapEncodeTiled gave %d for %" PRId64 " matrices of %" PRId64 " x %" PRId64 ", pitch %" PRId64,
              static_cast<int>(result), matrices.groups, matrices.rows, matrices.columns, matrices.pitch);
@@ -239,8 +266,8 @@ mok_status encode_map(const mok_context &context, const Matrices &matrices, int6
 mok_status run_batched(const mok_context &context, const BatchedProduct &p) {
   if (p.m == 0 || p.n == 0 || p.batch == 0) return MOK_OK;
   ProductCall call = {};
-  call.shape = ProductShape{ProductForm::kDense, static_cast<int32_t>(p.batch), static_cast<int32_t>(p.m), static_cast<int32_t>(p.n),
-                            static_cast<int32_t>(p.k), nullptr};
+  call.shape = ProductShape{ProductForm::kDense,       static_cast<int32_t>(p.batch), static_cast<int32_t>(p.m),
+                            static_cast<int32_t>(p.n), static_cast<int32_t>(p.k),     nullptr};
   call.a = Matrices{p.a, p.trans_a ? p.k : p.m, p.trans_a ? p.m : p.k, p.lda, p.batch, p.a_step};
   call.b = Matrices{p.b, p.trans_b ? p.n : p.k, p.trans_b ? p.k : p.n, p.ldb, divide_up(p.batch, p.b_share), p.b_step};
   call.a_mn = p.trans_a;

@@ -28,7 +28,8 @@ struct ProductOperand {
   int32_t aligned;         // every row starts at a multiple of 16 bytes
 };
 
-// Matrix of an operand that output matrix (or run) `group` reads: group / share of a batch, the run's B by rows, the only one by depth.
+// Matrix of an operand that output matrix (or run) `group` reads: group / share of a batch, the run's B by rows, the only one by
+// depth.
 __host__ __device__ constexpr int32_t operand_matrix(ProductForm form, bool is_b, int32_t group, int32_t share) {
   return form == ProductForm::kDense ? group / share : form == ProductForm::kByRows && is_b ? group : 0;
 }
@@ -48,7 +49,8 @@ struct ProductLaunch {
 // What fills the stages of a bf16 product: TMA both operands, the producer threads A, B or both.
 enum class Loading : int32_t { kEngine, kGatherA, kGatherB, kThreads };
 
-// One function a tile and kind of loading (product_bf16_*.cu): launches the kernel for this majorness. MOK_INTERNAL if there is none.
+// One function a tile and kind of loading (product_bf16_*.cu): launches the kernel for this majorness. MOK_INTERNAL if there is
+// none.
 using LaunchProduct = mok_status (*)(const mok_context &, const ProductLaunch &, Loading, bool a_mn, bool b_mn);
 mok_status launch_128x256_pair(const mok_context &, const ProductLaunch &, Loading, bool a_mn, bool b_mn);
 mok_status launch_128x256(const mok_context &, const ProductLaunch &, Loading, bool a_mn, bool b_mn);
@@ -72,12 +74,12 @@ struct ProductFp32 {
 };
 mok_status launch_product_fp32(const mok_context &, const ProductFp32 &, bool a_mn, bool b_mn);
 
-// A map for TMA of `groups` row-major bf16 matrices, in boxes of 64 columns by box_rows, swizzled by 128 bytes, zeros outside. Rows and
-// matrices start at multiples of 16 bytes.
+// A map for TMA of `groups` row-major bf16 matrices, in boxes of 64 columns by box_rows, swizzled by 128 bytes, zeros outside.
+// Rows and matrices start at multiples of 16 bytes.
 mok_status encode_map(const mok_context &, const Matrices &, int64_t box_rows, CUtensorMap *);
 
-// A batch of products of one shape: matrix i of an operand starts i * step elements after its base (b: i / b_share). What mok_product
-// calls with a batch of one, and what attention calls for its heads.
+// A batch of products of one shape: matrix i of an operand starts i * step elements after its base (b: i / b_share). What
+// mok_product calls with a batch of one, and what attention calls for its heads.
 struct BatchedProduct {
   int32_t precision, out_bf16;
   bool trans_a, trans_b;

@@ -22,16 +22,17 @@ struct ProductLoaders {
 };
 
 template <bool MN, int EXTENT>
-__device__ __forceinline__ RowLoader<MN, EXTENT> row_loader(const ProductOperand &operand, int32_t group, int32_t first, int32_t end) {
-  return RowLoader<MN, EXTENT>{operand.base + group * operand.group_elements, operand.pitch, operand.rows, first, end,
-                               operand.aligned != 0, {}};
+__device__ __forceinline__ RowLoader<MN, EXTENT> row_loader(const ProductOperand &operand, int32_t group, int32_t first,
+                                                            int32_t end) {
+  return RowLoader<MN, EXTENT>{
+      operand.base + group * operand.group_elements, operand.pitch, operand.rows, first, end, operand.aligned != 0, {}};
 }
 
 template <class Tile, bool A_MN, bool B_MN, Loading LOADING>
 __device__ __forceinline__ void product_producer(const StageRing<Tile> &ring,
                                                  const ProductSchedule<Tile::kM, Tile::kN, Tile::kCluster> &schedule,
-                                                 const ProductArguments &arguments, const CUtensorMap *map_a, const CUtensorMap *map_b,
-                                                 int32_t rank) {
+                                                 const ProductArguments &arguments, const CUtensorMap *map_a,
+                                                 const CUtensorMap *map_b, int32_t rank) {
   using Loaders = ProductLoaders<Tile, A_MN, B_MN, LOADING>;
   if (LOADING == Loading::kEngine && threadIdx.x != 0) {
     return;
@@ -86,7 +87,8 @@ __global__ void __launch_bounds__(kProductThreads, 1)
   extern __shared__ __align__(1024) unsigned char memory[];
   using Loaders = ProductLoaders<Tile, A_MN, B_MN, LOADING>;
   const StageRing<Tile> ring(memory, kStageArrivals<typename Loaders::A, typename Loaders::B>);
-  const ProductSchedule<Tile::kM, Tile::kN, Tile::kCluster> schedule(arguments.shape, reinterpret_cast<int32_t *>(memory + Tile::kAfterRing));
+  const ProductSchedule<Tile::kM, Tile::kN, Tile::kCluster> schedule(arguments.shape,
+                                                                     reinterpret_cast<int32_t *>(memory + Tile::kAfterRing));
   int32_t rank = 0;
   if constexpr (Tile::kCluster > 1) {
     rank = static_cast<int32_t>(cluster_rank());
@@ -141,7 +143,8 @@ mok_status launch_engine(const mok_context &context, const ProductLaunch &launch
 template <class Tile>
 mok_status launch_gather(const mok_context &context, const ProductLaunch &launch, Loading loading, bool a_mn, bool b_mn) {
   if (loading == Loading::kGatherA && !a_mn) {
-    return (b_mn ? launch_product<Tile, false, true, Loading::kGatherA> : launch_product<Tile, false, false, Loading::kGatherA>)(context, launch);
+    return (b_mn ? launch_product<Tile, false, true, Loading::kGatherA>
+                 : launch_product<Tile, false, false, Loading::kGatherA>)(context, launch);
   }
   if (loading == Loading::kGatherA && b_mn) return launch_product<Tile, true, true, Loading::kGatherA>(context, launch);
   if (loading == Loading::kGatherB && a_mn && b_mn) return launch_product<Tile, true, true, Loading::kGatherB>(context, launch);

@@ -1,16 +1,18 @@
 // Matrix products in precision fp32: one chain acc = fma(a[k], b[k], acc) an element, k ascending, on the FFMA units.
 //
-// A CTA has a tile of M x N outputs, a thread 8 x 8 of them (two runs of four rows by two of four columns). Slices of 8 k go through two
-// buffers in shared memory, stored [k][row] for both operands; the next slice is loaded into registers while one is multiplied.
+// A CTA has a tile of M x N outputs, a thread 8 x 8 of them (two runs of four rows by two of four columns). Slices of 8 k go
+// through two buffers in shared memory, stored [k][row] for both operands; the next slice is loaded into registers while one is
+// multiplied.
 #include <algorithm>
 
+#include "common/bf16.h"
 #include "cuda/product.h"
 
 namespace mok::cuda {
 namespace {
 
 constexpr int kDepth = 8;    // of a slice
-constexpr int kPadding = 4;   // floats after a row of a slice: spreads transposed stores over the banks
+constexpr int kPadding = 4;  // floats after a row of a slice: spreads transposed stores over the banks
 
 template <int M, int N>
 struct Fp32Tile {
@@ -25,7 +27,8 @@ class SliceLoader {
  public:
   static constexpr int kVectors = EXTENT * kDepth / 4 / THREADS;  // float4 a thread and slice
 
-  __device__ __forceinline__ SliceLoader(const float *base, int64_t pitch, const int32_t *rows, bool aligned, int32_t first, int32_t end)
+  __device__ __forceinline__ SliceLoader(const float *base, int64_t pitch, const int32_t *rows, bool aligned, int32_t first,
+                                         int32_t end)
       : base_(base), pitch_(pitch), rows_(rows), aligned_(aligned), first_(first), end_(end) {}
 
   // Loads the slice [k, k + 8) into registers; zeros outside the operand.
@@ -83,8 +86,8 @@ class SliceLoader {
 
 // acc[i][j] of this thread: row i of its eight, column j of its eight.
 template <class Tile>
-__device__ __forceinline__ void multiply_slice(float (&acc)[8][8], const float (*a)[Tile::kM + kPadding], const float (*b)[Tile::kN + kPadding],
-                                               int32_t row, int32_t column) {
+__device__ __forceinline__ void multiply_slice(float (&acc)[8][8], const float (*a)[Tile::kM + kPadding],
+                                               const float (*b)[Tile::kN + kPadding], int32_t row, int32_t column) {
 #pragma unroll
   for (int k = 0; k < kDepth; ++k) {
     float left[8], right[8];
@@ -133,8 +136,8 @@ __device__ __forceinline__ void store_four(const ProductOutput &out, int64_t off
   }
 }
 
-__device__ __forceinline__ void load_initial(float (&acc)[8][8], const ProductOutput &out, const ProductWork &work, int32_t row, int32_t column,
-                                             int32_t end) {
+__device__ __forceinline__ void load_initial(float (&acc)[8][8], const ProductOutput &out, const ProductWork &work, int32_t row,
+                                             int32_t column, int32_t end) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
 #pragma unroll
@@ -152,8 +155,8 @@ __device__ __forceinline__ void load_initial(float (&acc)[8][8], const ProductOu
   }
 }
 
-__device__ __forceinline__ void store_tile(const float (&acc)[8][8], const ProductOutput &out, const ProductWork &work, int32_t row,
-                                           int32_t column, int32_t end) {
+__device__ __forceinline__ void store_tile(const float (&acc)[8][8], const ProductOutput &out, const ProductWork &work,
+                                           int32_t row, int32_t column, int32_t end) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     if (row_of(row, i) >= work.row_end) continue;
@@ -162,10 +165,12 @@ __device__ __forceinline__ void store_tile(const float (&acc)[8][8], const Produ
     for (int half = 0; half < 2; ++half) {
       const int32_t at = column_of(column, 4 * half);
       const float *chain = &acc[i][4 * half];
-      float4 value = make_float4(f32::add(chain[0], 0.0f), f32::add(chain[1], 0.0f), f32::add(chain[2], 0.0f), f32::add(chain[3], 0.0f));
+      float4 value =
+          make_float4(f32::add(chain[0], 0.0f), f32::add(chain[1], 0.0f), f32::add(chain[2], 0.0f), f32::add(chain[3], 0.0f));
       if (out.addend != nullptr) {
         const float4 addend = load_four(out.addend + offset, at, end, out.vectors);
-        value = make_float4(f32::add(addend.x, value.x), f32::add(addend.y, value.y), f32::add(addend.z, value.z), f32::add(addend.w, value.w));
+        value = make_float4(f32::add(addend.x, value.x), f32::add(addend.y, value.y), f32::add(addend.z, value.z),
+                            f32::add(addend.w, value.w));
       }
       store_four(out, offset, value, at, end);
     }
@@ -187,10 +192,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 512 / Tile::kThreads)
     const ProductWork work = schedule.at(tile, 0);
     const int64_t a_matrix = operand_matrix(product.shape.form, false, work.group, 1);
     const int64_t b_matrix = operand_matrix(product.shape.form, true, work.group, product.b_share);
-    SliceLoader<A_MN, Tile::kM, Tile::kThreads> load_a(product.a + a_matrix * product.a_group_elements, product.a_pitch, product.a_rows, product.a_aligned != 0, work.row,
-                                                       work.row_end);
-    SliceLoader<B_MN, Tile::kN, Tile::kThreads> load_b(product.b + b_matrix * product.b_group_elements, product.b_pitch, product.b_rows,
-                                                       product.b_aligned != 0, work.column, product.shape.n);
+    SliceLoader<A_MN, Tile::kM, Tile::kThreads> load_a(product.a + a_matrix * product.a_group_elements, product.a_pitch,
+                                                       product.a_rows, product.a_aligned != 0, work.row, work.row_end);
+    SliceLoader<B_MN, Tile::kN, Tile::kThreads> load_b(product.b + b_matrix * product.b_group_elements, product.b_pitch,
+                                                       product.b_rows, product.b_aligned != 0, work.column, product.shape.n);
     float acc[8][8];
     load_initial(acc, product.out, work, work.row + row_in_tile, work.column + column_in_tile, product.shape.n);
     load_a.fetch(work.k, work.k_end);
@@ -233,8 +238,10 @@ mok_status launch_product_fp32(const mok_context &context, const ProductFp32 &pr
   using Large = Fp32Tile<128, 128>;
   using Small = Fp32Tile<64, 64>;
   const int64_t large = tiles_of(product.shape, Large::kM, Large::kN);
-  const int64_t each = product.shape.form == ProductForm::kByRows ? divide_up(product.shape.m, product.shape.groups) : product.shape.m;
-  const bool wanted = context.tile > 0 ? context.tile <= 2 : large >= context.multiprocessors && each > 64 && product.shape.n > 64;
+  const int64_t each =
+      product.shape.form == ProductForm::kByRows ? divide_up(product.shape.m, product.shape.groups) : product.shape.m;
+  const bool wanted =
+      context.tile > 0 ? context.tile <= 2 : large >= context.multiprocessors && each > 64 && product.shape.n > 64;
   if (wanted) {
     return launch<Large>(context, product, a_mn, b_mn, large);
   }

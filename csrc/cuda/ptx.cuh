@@ -1,5 +1,5 @@
-// The few instructions of sm_90 and later that C++ has no words for: barriers in shared memory, the tensor copy engine (TMA), small
-// asynchronous copies, register budgets. One function an instruction, nothing else.
+// The few instructions of sm_90 and later that C++ has no words for: barriers in shared memory, the tensor copy engine (TMA),
+// small asynchronous copies, register budgets. One function an instruction, nothing else.
 #pragma once
 
 #include <cuda.h>
@@ -30,9 +30,9 @@ __device__ __forceinline__ void barrier_arrive_expect(uint32_t barrier, uint32_t
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Arrives at the same barrier of a CTA of the cluster. What it announces is that the tensor cores have read a stage, which is over when it
-// is called; no ordinary store has to be seen by the other CTA, so the default (CTA) scope does: a release for the cluster would wait for
-// every store of the thread to reach the L2 cache, in every stage.
+// Arrives at the same barrier of a CTA of the cluster. What it announces is that the tensor cores have read a stage, which is
+// over when it is called; no ordinary store has to be seen by the other CTA, so the default (CTA) scope does: a release for the
+// cluster would wait for every store of the thread to reach the L2 cache, in every stage.
 __device__ __forceinline__ void barrier_arrive_remote(uint32_t barrier, uint32_t cta) {
   asm volatile(
       "{\n"
@@ -80,17 +80,18 @@ __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap *map) {
 // One box of a three-dimensional tensor into shared memory; elements outside the tensor arrive as zeros.
 __device__ __forceinline__ void copy_box(uint32_t destination, const CUtensorMap *map, int x, int y, int z, uint32_t barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(destination),
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
+          destination),
       "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
       : "memory");
 }
 
 // The same into the same place of every CTA in `mask`; each one's barrier at the same address is told.
-__device__ __forceinline__ void copy_box_multicast(uint32_t destination, const CUtensorMap *map, int x, int y, int z, uint32_t barrier,
-                                                   uint16_t mask) {
+__device__ __forceinline__ void copy_box_multicast(uint32_t destination, const CUtensorMap *map, int x, int y, int z,
+                                                   uint32_t barrier, uint16_t mask) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(
-          destination),
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3, %4}], "
+      "[%5], %6;" ::"r"(destination),
       "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier), "h"(mask)
       : "memory");
 }
@@ -107,8 +108,18 @@ __device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// Orders writes to shared memory (this thread's, and those it has learnt of through a barrier) before later reads by the tensor cores.
+// Orders writes to shared memory (this thread's, and those it has learnt of through a barrier) before later reads by the tensor
+// cores.
 __device__ __forceinline__ void fence_for_async_readers() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- numbers -----------------------------------------------------------------------------------------------------------
+
+// Two fp32 as bfloat16, nearest even, a NaN as 0x7FFF: the bits of to_bf16 for every input (csrc/tests/cuda_numbers.cu).
+__device__ __forceinline__ uint32_t packed_bf16(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
 
 // ---- registers and barriers of threads ---------------------------------------------------------------------------------
 

@@ -1,5 +1,5 @@
-// Query/key norm and rotary embedding (docs/arithmetic.md section 8): a warp a norm row, which is one head of a token (norm `head`) or all
-// heads of a token (`full`, and where there is no norm).
+// Query/key norm and rotary embedding (docs/arithmetic.md section 8): a warp a norm row, which is one head of a token (norm
+// `head`) or all heads of a token (`full`, and where there is no norm).
 #include "cuda/token_sum.cuh"
 
 namespace mok::cuda {
@@ -19,7 +19,8 @@ struct NormRow {
 };
 
 // Row of the cosine and sine table; the first one where the position is negative.
-__device__ __forceinline__ const float *table_row(const float *cos_sin, const int32_t *positions, int64_t token, int64_t head_size, Fault *fault) {
+__device__ __forceinline__ const float *table_row(const float *cos_sin, const int32_t *positions, int64_t token,
+                                                  int64_t head_size, Fault *fault) {
   const int64_t position = positions[token];
   return cos_sin + (allowed(fault, FaultKind::kPosition, token, position, 0, INT32_MAX) ? position * head_size : 0);
 }
@@ -118,14 +119,15 @@ struct WeightTerm {
 template <typename Args>
 mok_status check(const Args *args) {
   MOK_TRY(check_precision(args->precision));
-  MOK_REQUIRE(args->norm >= MOK_QK_NORM_NONE && args->norm <= MOK_QK_NORM_FULL, "norm is %d; allowed: 0 (none), 1 (head), 2 (full)",
-              args->norm);
+  MOK_REQUIRE(args->norm >= MOK_QK_NORM_NONE && args->norm <= MOK_QK_NORM_FULL,
+              "norm is %d; allowed: 0 (none), 1 (head), 2 (full)", args->norm);
   MOK_REQUIRE_RANGE(args, tokens, 0, kRowsMax);
   MOK_REQUIRE_RANGE(args, heads, 1, kWidthMax);
   MOK_REQUIRE_RANGE(args, head_size, 2, kWidthMax);
   MOK_REQUIRE(args->head_size % 2 == 0, "head_size is %" PRId64 "; allowed: even numbers", args->head_size);
-  MOK_REQUIRE(args->ld_in >= args->heads * args->head_size, "ld_in is %" PRId64 "; allowed: heads * head_size = %" PRId64 " or more",
-              args->ld_in, args->heads * args->head_size);
+  MOK_REQUIRE(args->ld_in >= args->heads * args->head_size,
+              "ld_in is %" PRId64 "; allowed: heads * head_size = %" PRId64 " or more", args->ld_in,
+              args->heads * args->head_size);
   MOK_REQUIRE_POINTER(args->in, args->tokens);
   MOK_REQUIRE_POINTER(args->positions, args->tokens);
   MOK_REQUIRE_POINTER(args->cos_sin, args->tokens);
@@ -144,7 +146,8 @@ mok_status forward(const mok_context *context, const mok_qk_forward_args *args) 
   const int64_t heads = row_heads(args->norm, args->heads);
   const int64_t rows = args->tokens * (args->heads / heads);
   for_precision(args->precision, [&](auto bf16) {
-    forward_kernel<bf16.value><<<grid_of(rows, kRowWarps), kRowThreads, 0, context->stream>>>(*args, rows, heads * args->head_size, context->fault);
+    forward_kernel<bf16.value>
+        <<<grid_of(rows, kRowWarps), kRowThreads, 0, context->stream>>>(*args, rows, heads * args->head_size, context->fault);
   });
   MOK_LAUNCHED();
   return MOK_OK;
@@ -152,20 +155,23 @@ mok_status forward(const mok_context *context, const mok_qk_forward_args *args) 
 
 mok_status backward(const mok_context *context, const mok_qk_backward_args *args) {
   MOK_TRY(check(args));
-  MOK_REQUIRE(args->ld_grad_in >= args->heads * args->head_size, "ld_grad_in is %" PRId64 "; allowed: heads * head_size = %" PRId64 " or more",
-              args->ld_grad_in, args->heads * args->head_size);
+  MOK_REQUIRE(args->ld_grad_in >= args->heads * args->head_size,
+              "ld_grad_in is %" PRId64 "; allowed: heads * head_size = %" PRId64 " or more", args->ld_grad_in,
+              args->heads * args->head_size);
   MOK_REQUIRE_POINTER(args->grad_out, args->tokens);
   MOK_REQUIRE_POINTER(args->grad_in, args->tokens);
   const int64_t heads = row_heads(args->norm, args->heads);
   const int64_t rows = args->tokens * (args->heads / heads);
   const int64_t columns = heads * args->head_size;
   if (args->norm != MOK_QK_NORM_NONE && args->grad_weight != nullptr) {
-    MOK_TRY(args->precision == MOK_BF16 ? add_token_sum(context, WeightTerm<true>{*args, columns}, rows, columns, args->grad_weight)
-                                        : add_token_sum(context, WeightTerm<false>{*args, columns}, rows, columns, args->grad_weight));
+    MOK_TRY(args->precision == MOK_BF16
+                ? add_token_sum(context, WeightTerm<true>{*args, columns}, rows, columns, args->grad_weight)
+                : add_token_sum(context, WeightTerm<false>{*args, columns}, rows, columns, args->grad_weight));
   }
   if (args->tokens == 0) return MOK_OK;
   for_precision(args->precision, [&](auto bf16) {
-    backward_kernel<bf16.value><<<grid_of(rows, kRowWarps), kRowThreads, 0, context->stream>>>(*args, rows, columns, context->fault);
+    backward_kernel<bf16.value>
+        <<<grid_of(rows, kRowWarps), kRowThreads, 0, context->stream>>>(*args, rows, columns, context->fault);
   });
   MOK_LAUNCHED();
   return MOK_OK;

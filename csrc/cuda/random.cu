@@ -34,8 +34,9 @@ __global__ void __launch_bounds__(kRowThreads) rope_kernel(const __grid_constant
 
 mok_status random_normal(const mok_context *context, const mok_random_normal_args *args) {
   int64_t last = 0;
-  MOK_REQUIRE(args->first >= 0 && args->count >= 0 && !__builtin_add_overflow(args->first, args->count, &last) && last < INT64_MAX,
-              "first and count are %" PRId64 " and %" PRId64 "; allowed: 0 or more, with a sum below 2^63 - 1", args->first, args->count);
+  MOK_REQUIRE(
+      args->first >= 0 && args->count >= 0 && !__builtin_add_overflow(args->first, args->count, &last) && last < INT64_MAX,
+      "first and count are %" PRId64 " and %" PRId64 "; allowed: 0 or more, with a sum below 2^63 - 1", args->first, args->count);
   MOK_REQUIRE(__builtin_isfinite(args->std) && args->std >= 0.0, "std is %g; allowed: a finite number, 0 or more", args->std);
   MOK_REQUIRE_POINTER(args->out, args->count);
   if (args->count == 0) return MOK_OK;

@@ -48,9 +48,11 @@ __global__ void __launch_bounds__(kRowThreads) forward_kernel(const __grid_const
   low = __reduce_min_sync(kAllLanes, low);
   const bool finite = high < kOrderedInfinity && low > kOrderedMinusInfinity;
   const float maximum = from_ordered(high);
-  const float sum = warp_row_sum(experts, [&](float lane, int64_t e) { return f32::add(lane, f32::exp(f32::sub(logits[e], maximum))); });
+  const float sum =
+      warp_row_sum(experts, [&](float lane, int64_t e) { return f32::add(lane, f32::exp(f32::sub(logits[e], maximum))); });
   const float recip = f32::div(1.0f, sum);
-  for (int64_t e = lane_index(); e < experts; e += 32) p[e] = f32::canonical(f32::mul(f32::exp(f32::sub(logits[e], maximum)), recip));
+  for (int64_t e = lane_index(); e < experts; e += 32)
+    p[e] = f32::canonical(f32::mul(f32::exp(f32::sub(logits[e], maximum)), recip));
   __syncwarp();
   int32_t *const chosen = args.expert_index + token * args.top_k;
   float *const weights = args.expert_weight + token * args.top_k;
@@ -77,7 +79,8 @@ __global__ void __launch_bounds__(kRowThreads) forward_kernel(const __grid_const
 }
 
 // dp of one expert without the auxiliary loss: found among the chosen.
-__device__ __forceinline__ float probability_gradient(const mok_router_backward_args &args, int64_t token, int64_t expert, float q, float sum) {
+__device__ __forceinline__ float probability_gradient(const mok_router_backward_args &args, int64_t token, int64_t expert,
+                                                      float q, float sum) {
   for (int64_t k = token * args.top_k; k < (token + 1) * args.top_k; ++k) {
     if (args.expert_index[k] == expert) {
       return args.renormalise != 0 ? f32::div(f32::sub(args.grad_weight[k], q), sum) : args.grad_weight[k];
@@ -108,7 +111,8 @@ __global__ void __launch_bounds__(kRowThreads) backward_kernel(const __grid_cons
   const int64_t group = token / args.group_tokens;
   const auto gradient = [&](int64_t e) {
     const float dp = probability_gradient(args, token, e, q, chosen);
-    return args.aux_scale != nullptr ? f32::fma(args.aux_scale[group], static_cast<float>(args.counts[group * experts + e]), dp) : dp;
+    return args.aux_scale != nullptr ? f32::fma(args.aux_scale[group], static_cast<float>(args.counts[group * experts + e]), dp)
+                                     : dp;
   };
   const float dot = warp_row_sum(experts, [&](float sum, int64_t e) { return f32::fma(gradient(e), p[e], sum); });
   const float z = args.z_scale != 0.0f ? f32::mul(args.z_scale, args.log_sum_exp[token]) : 0.0f;
@@ -152,8 +156,8 @@ mok_status check_choice(const Args *args) {
   MOK_REQUIRE_RANGE(args, tokens, 0, kRowsMax);
   MOK_REQUIRE_RANGE(args, experts, 1, kWidthMax);
   MOK_REQUIRE_RANGE(args, top_k, 1, args->experts);
-  MOK_REQUIRE(args->tokens * args->top_k <= kRowsMax, "tokens * top_k is %" PRId64 "; allowed: at most %" PRId64, args->tokens * args->top_k,
-              kRowsMax);
+  MOK_REQUIRE(args->tokens * args->top_k <= kRowsMax, "tokens * top_k is %" PRId64 "; allowed: at most %" PRId64,
+              args->tokens * args->top_k, kRowsMax);
   return MOK_OK;
 }
 

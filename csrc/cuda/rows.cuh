@@ -114,8 +114,10 @@ __device__ __forceinline__ int32_t ordered(float value) {
   const auto bits = static_cast<int32_t>(f32::bits(value));
   return bits ^ ((bits >> 31) & 0x7FFFFFFF);
 }
-__device__ __forceinline__ float from_ordered(int32_t key) { return f32::from_bits(static_cast<uint32_t>(key ^ ((key >> 31) & 0x7FFFFFFF))); }
-constexpr int32_t kOrderedInfinity = 0x7F800000;                        // ordered(+inf)
+__device__ __forceinline__ float from_ordered(int32_t key) {
+  return f32::from_bits(static_cast<uint32_t>(key ^ ((key >> 31) & 0x7FFFFFFF)));
+}
+constexpr int32_t kOrderedInfinity = 0x7F800000;                             // ordered(+inf)
 constexpr int32_t kOrderedMinusInfinity = static_cast<int32_t>(0x807FFFFF);  // ordered(-inf)
 
 // ---- launches -----------------------------------------------------------------------------------------------------------------

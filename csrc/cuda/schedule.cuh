@@ -1,7 +1,7 @@
 // Which output tile a CTA works on: dense products and the two grouped forms of mok.h, from device data, without the host.
 //
-// A persistent CTA (or cluster) c of C takes tiles c, c + C, c + 2C, ... Tiles are numbered in panels, so that those in flight at one
-// time share rows of A and columns of B in the L2 cache. No bit depends on any of this.
+// A persistent CTA (or cluster) c of C takes tiles c, c + C, c + 2C, ... Tiles are numbered in panels, so that those in flight at
+// one time share rows of A and columns of B in the L2 cache. No bit depends on any of this.
 #pragma once
 
 #include <cstdint>
@@ -34,11 +34,12 @@ struct ProductWork {
 template <int BLOCK_M, int BLOCK_N, int CLUSTER>
 class ProductSchedule {
  public:
-  static constexpr int kRows = BLOCK_M * CLUSTER;        // of a cluster's tiles, one below the other
-  static constexpr int kPanelRows = 2048 / kRows;        // clusters
+  static constexpr int kRows = BLOCK_M * CLUSTER;  // of a cluster's tiles, one below the other
+  static constexpr int kPanelRows = 2048 / kRows;  // clusters
 
   // `first_tiles` is shared memory for kGroupsMax + 1 numbers (kByRows only). Called by all threads of the CTA.
-  __device__ __forceinline__ ProductSchedule(const ProductShape &shape, int32_t *first_tiles) : shape_(shape), first_tiles_(first_tiles) {
+  __device__ __forceinline__ ProductSchedule(const ProductShape &shape, int32_t *first_tiles)
+      : shape_(shape), first_tiles_(first_tiles) {
     tiles_n_ = (shape.n + BLOCK_N - 1) / BLOCK_N;
     tiles_m_ = (shape.m + kRows - 1) / kRows;
     if (shape.form == ProductForm::kByRows) {

@@ -1,8 +1,9 @@
 // The stage "product": the main loop of every bf16 matrix product on the tensor cores.
 //
-// A CTA is one producer warpgroup and two consumer warpgroups. Producers fill a ring of shared-memory stages (64 deep in k) through a
-// loader an operand; consumers run one accumulator chain, k ascending, and hand the accumulators to an epilogue. A kernel that wants
-// other operands or another end (gathered rows, SwiGLU, an optimizer update) brings its own loaders and epilogue and calls:
+// A CTA is one producer warpgroup and two consumer warpgroups. Producers fill a ring of shared-memory stages (64 deep in k)
+// through a loader an operand; consumers run one accumulator chain, k ascending, and hand the accumulators to an epilogue. A
+// kernel that wants other operands or another end (gathered rows, SwiGLU, an optimizer update) brings its own loaders and
+// epilogue and calls:
 //
 //   extern __shared__ __align__(1024) unsigned char memory[];
 //   StageRing<Tile> ring(memory, kStageArrivals<LoadA, LoadB>);   // all threads; then __syncthreads() or cluster_sync()
@@ -13,8 +14,8 @@
 //   static constexpr int kEngineBytes;   what TMA brings of a stage (0: threads bring it)
 //   __device__ void begin(int32_t k, int32_t k_end);   before the first load of a tile
 //   __device__ void load(uint32_t destination, int32_t k, int32_t k_end, uint32_t full);   arrives at `full` where threads load
-// Elements at k >= k_end are never multiplied beyond the block of 16 that holds k_end - 1; in that block they must be zeros, unless
-// k_end - k is a multiple of 16.
+// Elements at k >= k_end are never multiplied beyond the block of 16 that holds k_end - 1; in that block they must be zeros,
+// unless k_end - k is a multiple of 16.
 #pragma once
 
 #include "cuda/ptx.cuh"
@@ -26,8 +27,8 @@ constexpr int kWarpgroup = 128;
 constexpr int kProducers = kWarpgroup;
 constexpr int kConsumerGroups = 2;
 constexpr int kProductThreads = kProducers + kConsumerGroups * kWarpgroup;
-constexpr int kStageDepth = kRowElements;                // k of a stage
-constexpr int kStageSteps = kStageDepth / kStepDepth;    // 16-blocks of a stage
+constexpr int kStageDepth = kRowElements;              // k of a stage
+constexpr int kStageSteps = kStageDepth / kStepDepth;  // 16-blocks of a stage
 // Registers of a thread: one thread that starts TMA copies needs few; threads that load rows need more.
 template <bool THREADS_LOAD>
 constexpr int kProducerRegisters = THREADS_LOAD ? 56 : 40;
@@ -39,8 +40,8 @@ template <int M, int N, int GROUPS_M, int STAGES, int CLUSTER>
 struct ProductTile {
   static constexpr int kM = M, kN = N, kStages = STAGES, kCluster = CLUSTER;
   static constexpr int kGroupsM = GROUPS_M, kGroupsN = kConsumerGroups / GROUPS_M;
-  static constexpr int kGroupN = N / kGroupsN;            // columns of a warpgroup; its rows are 64
-  static constexpr int kAccumulators = kGroupN / 2;       // of a thread
+  static constexpr int kGroupN = N / kGroupsN;       // columns of a warpgroup; its rows are 64
+  static constexpr int kAccumulators = kGroupN / 2;  // of a thread
   static constexpr int kBytesA = M * kRowBytes, kBytesB = N * kRowBytes;
   static constexpr int kStageBytes = kBytesA + kBytesB;
   static constexpr int kBarriers = STAGES * kStageBytes;  // offset in shared memory
@@ -94,8 +95,12 @@ class StageRing {
     }
   }
 
-  __device__ __forceinline__ void wait_empty(const RingPosition<Tile::kStages> &at) const { barrier_wait(empty(at.stage), at.phase ^ 1); }
-  __device__ __forceinline__ void wait_full(const RingPosition<Tile::kStages> &at) const { barrier_wait(full(at.stage), at.phase); }
+  __device__ __forceinline__ void wait_empty(const RingPosition<Tile::kStages> &at) const {
+    barrier_wait(empty(at.stage), at.phase ^ 1);
+  }
+  __device__ __forceinline__ void wait_full(const RingPosition<Tile::kStages> &at) const {
+    barrier_wait(full(at.stage), at.phase);
+  }
 
  private:
   uint32_t base_;
@@ -109,8 +114,8 @@ constexpr int kCopyBoxRows = MN ? kRowElements : (EXTENT < 128 ? EXTENT : 128);
 template <bool MN, int EXTENT>
 constexpr int kCopyBoxes = EXTENT / kCopyBoxRows<MN, EXTENT>;
 
-// Through TMA. The map's dimensions are (k, row, group) for K-major operands and (row, k, group) for MN-major ones. With SHARED the CTAs
-// of a cluster need the same operand: each brings its share of the boxes to all of them.
+// Through TMA. The map's dimensions are (k, row, group) for K-major operands and (row, k, group) for MN-major ones. With SHARED
+// the CTAs of a cluster need the same operand: each brings its share of the boxes to all of them.
 template <bool MN, int EXTENT, int CLUSTER, bool SHARED>
 struct EngineLoader {
   static constexpr int kEngineBytes = EXTENT * kRowBytes;
@@ -144,22 +149,22 @@ struct EngineLoader {
   }
 };
 
-// Through the producer threads: rows gathered by index, or operands whose address or row pitch TMA can't read. The same bytes end up in
-// shared memory. load() is called for ascending k; begin() once before.
+// Through the producer threads: rows gathered by index, or operands whose address or row pitch TMA can't read. The same bytes end
+// up in shared memory. load() is called for ascending k; begin() once before.
 template <bool MN, int EXTENT>
 struct RowLoader {
   static constexpr int kEngineBytes = 0;
-  static constexpr int kChunks = kRowBytes / 16;                                       // of a row: one thread each
+  static constexpr int kChunks = kRowBytes / 16;  // of a row: one thread each
   static constexpr int kRowsOfPass = kProducers / kChunks;
-  static constexpr int kPasses = EXTENT / kRowsOfPass;                                 // chunks of a thread and stage
-  static constexpr int kIndices = (MN ? kRowElements : EXTENT) / kRowsOfPass;          // rows of a thread and stage
+  static constexpr int kPasses = EXTENT / kRowsOfPass;                         // chunks of a thread and stage
+  static constexpr int kIndices = (MN ? kRowElements : EXTENT) / kRowsOfPass;  // rows of a thread and stage
 
-  const uint16_t *base;    // of the group
-  int64_t pitch;           // elements between rows
-  const int32_t *rows;     // row of the operand for each row of the product, -1: zeros; or NULL: the same row
-  int32_t first, end;      // output rows (or columns) of the tile, and where the operand ends
-  bool aligned;            // rows start at multiples of 16 bytes
-  int32_t index[kIndices]; // operand rows of the next stage, -1: zeros (K-major: of every stage)
+  const uint16_t *base;     // of the group
+  int64_t pitch;            // elements between rows
+  const int32_t *rows;      // row of the operand for each row of the product, -1: zeros; or NULL: the same row
+  int32_t first, end;       // output rows (or columns) of the tile, and where the operand ends
+  bool aligned;             // rows start at multiples of 16 bytes
+  int32_t index[kIndices];  // operand rows of the next stage, -1: zeros (K-major: of every stage)
 
   __device__ __forceinline__ void begin(int32_t k, int32_t k_end) { MN ? fetch_indices(k, k_end) : fetch_indices(first, end); }
 
@@ -214,8 +219,8 @@ struct RowLoader {
   }
 };
 
-// Whether the producer threads fill a part of the stages, and how many arrivals complete a full barrier (besides TMA's bytes): one of each
-// thread for each operand that it loads, one of the thread that starts TMA.
+// Whether the producer threads fill a part of the stages, and how many arrivals complete a full barrier (besides TMA's bytes):
+// one of each thread for each operand that it loads, one of the thread that starts TMA.
 template <class LoadA, class LoadB>
 constexpr bool kThreadsLoad = LoadA::kEngineBytes == 0 || LoadB::kEngineBytes == 0;
 template <class LoadA, class LoadB>
@@ -226,8 +231,8 @@ constexpr int kStageArrivals = (LoadA::kEngineBytes == 0 ? kProducers : 0) + (Lo
 
 // Fills the stages of one tile. If both loaders use TMA, one thread calls this; else all producer threads do.
 template <class Tile, class LoadA, class LoadB>
-__device__ __forceinline__ void produce(const StageRing<Tile> &ring, RingPosition<Tile::kStages> &at, int32_t k, int32_t k_end, LoadA &load_a,
-                                        LoadB &load_b) {
+__device__ __forceinline__ void produce(const StageRing<Tile> &ring, RingPosition<Tile::kStages> &at, int32_t k, int32_t k_end,
+                                        LoadA &load_a, LoadB &load_b) {
   constexpr int engine_bytes = LoadA::kEngineBytes + LoadB::kEngineBytes;
   const bool leader = !kThreadsLoad<LoadA, LoadB> || threadIdx.x % kProducers == 0;
   load_a.begin(k, k_end);
@@ -252,8 +257,8 @@ __device__ __forceinline__ void produce(const StageRing<Tile> &ring, RingPositio
 
 // Issues the first `steps` steps of the stage at `at` and commits them.
 template <class Tile, bool A_MN, bool B_MN, bool THREADS_LOAD>
-__device__ __forceinline__ void issue_stage(const StageRing<Tile> &ring, const RingPosition<Tile::kStages> &at, float (&acc)[Tile::kAccumulators],
-                                            int steps) {
+__device__ __forceinline__ void issue_stage(const StageRing<Tile> &ring, const RingPosition<Tile::kStages> &at,
+                                            float (&acc)[Tile::kAccumulators], int steps) {
   const int group = threadIdx.x / kWarpgroup - kProducers / kWarpgroup;
   const uint32_t a = ring.a(at.stage) + group / Tile::kGroupsN * 64 * kRowBytes;
   const uint32_t b = ring.b(at.stage) + group % Tile::kGroupsN * Tile::kGroupN * kRowBytes;
@@ -271,11 +276,11 @@ __device__ __forceinline__ void issue_stage(const StageRing<Tile> &ring, const R
   steps_commit();
 }
 
-// The warpgroup's accumulators go on over `depth` products of the ring's next stages, k ascending. A stage is released when the next one
-// has been issued and it is no longer read. THREADS_LOAD: kThreadsLoad of the loaders.
+// The warpgroup's accumulators go on over `depth` products of the ring's next stages, k ascending. A stage is released when the
+// next one has been issued and it is no longer read. THREADS_LOAD: kThreadsLoad of the loaders.
 template <class Tile, bool A_MN, bool B_MN, bool THREADS_LOAD>
-__device__ __forceinline__ void consume(const StageRing<Tile> &ring, RingPosition<Tile::kStages> &at, float (&acc)[Tile::kAccumulators],
-                                        int32_t depth) {
+__device__ __forceinline__ void consume(const StageRing<Tile> &ring, RingPosition<Tile::kStages> &at,
+                                        float (&acc)[Tile::kAccumulators], int32_t depth) {
   const int32_t steps = (depth + kStepDepth - 1) / kStepDepth;
   const int32_t full = steps / kStageSteps;
   const int32_t rest = steps % kStageSteps;

@@ -1,27 +1,30 @@
 // One step of 16 products through the tensor cores, for a warpgroup (128 threads) that owns 64 x N outputs.
 //
-// Operands lie in shared memory as rows of 128 bytes (64 bf16), swizzled: chunk c (16 bytes) of row r is at r * 128 + ((c ^ (r % 8)) * 16),
-// and every operand starts at a multiple of 1,024 bytes. This is what TMA writes with CU_TENSOR_MAP_SWIZZLE_128B.
+// Operands lie in shared memory as rows of 128 bytes (64 bf16), swizzled: chunk c (16 bytes) of row r is at r * 128 + ((c ^ (r %
+// 8)) * 16), and every operand starts at a multiple of 1,024 bytes. This is what TMA writes with CU_TENSOR_MAP_SWIZZLE_128B.
 //   K-major:  a row is an m (or n); its 64 columns are consecutive k.
-//   MN-major: a row is a k; its 64 columns are consecutive m (or n); boxes of 64 rows (8,192 bytes) follow each other along m (or n).
+//   MN-major: a row is a k; its 64 columns are consecutive m (or n); boxes of 64 rows (8,192 bytes) follow each other along m (or
+//   n).
 //
-// Accumulators: thread t of warp w (of the four) holds, for column block j (8 columns): acc[4j], acc[4j+1] = row 16w + t/4, columns
-// 8j + 2(t%4), +1; acc[4j+2], acc[4j+3] = the same columns of row 16w + t/4 + 8.
+// Accumulators: thread t of warp w (of the four) holds, for column block j (8 columns): acc[4j], acc[4j+1] = row 16w + t/4,
+// columns 8j + 2(t%4), +1; acc[4j+2], acc[4j+3] = the same columns of row 16w + t/4 + 8.
 //
-// On sm_90a this is wgmma. Elsewhere, and with MOK_CUDA_MMA_SYNC, it is ldmatrix and mma.sync with the same accumulator layout and the
-// same bits (docs/decisions/0001-tensor-core-rule.md): how sm_100a and sm_103a are served.
+// On sm_90a this is wgmma. Elsewhere, and with MOK_CUDA_MMA_SYNC, it is ldmatrix and mma.sync with the same accumulator layout
+// and the same bits (docs/decisions/0001-tensor-core-rule.md): how sm_100a and sm_103a are served.
 #pragma once
 
 #include "cuda/ptx.cuh"
 
 namespace mok::cuda {
 
-constexpr int kRowBytes = 128;          // of an operand in shared memory
-constexpr int kRowElements = 64;        // the same in bf16
+constexpr int kRowBytes = 128;             // of an operand in shared memory
+constexpr int kRowElements = 64;           // the same in bf16
 constexpr int kBoxBytes = 64 * kRowBytes;  // an MN-major box
-constexpr int kStepDepth = 16;          // products of one step
+constexpr int kStepDepth = 16;             // products of one step
 
-__host__ __device__ constexpr uint32_t swizzled(uint32_t row, uint32_t chunk) { return row * kRowBytes + ((chunk ^ (row & 7)) << 4); }
+__host__ __device__ constexpr uint32_t swizzled(uint32_t row, uint32_t chunk) {
+  return row * kRowBytes + ((chunk ^ (row & 7)) << 4);
+}
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) && !defined(MOK_CUDA_MMA_SYNC)
 #define MOK_CUDA_WGMMA 1
@@ -36,13 +39,15 @@ __host__ __device__ constexpr uint32_t swizzled(uint32_t row, uint32_t chunk) { 
 #define MOK_D8 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define MOK_D16 MOK_D8 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define MOK_D32 MOK_D16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define MOK_D64                                                                                                     \
-  MOK_D32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57" \
-          ",%58,%59,%60,%61,%62,%63"
-#define MOK_D128                                                                                                         \
-  MOK_D64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89"      \
-          ",%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112"     \
-          ",%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define MOK_D64                                                                                                  \
+  MOK_D32                                                                                                        \
+      ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57" \
+      ",%58,%59,%60,%61,%62,%63"
+#define MOK_D128                                                                                                  \
+  MOK_D64                                                                                                         \
+      ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89"  \
+      ",%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112" \
+      ",%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 
 #define MOK_R4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define MOK_R8(d, i) MOK_R4(d, i), MOK_R4(d, i + 4)
@@ -52,18 +57,20 @@ __host__ __device__ constexpr uint32_t swizzled(uint32_t row, uint32_t chunk) { 
 #define MOK_R128(d, i) MOK_R64(d, i), MOK_R64(d, i + 64)
 
 // REGS accumulators of n = 2 * REGS columns; P0.. are the numbers of the operands after them.
-#define MOK_WGMMA_SHARED(N, REGS, P0, P1, P2, P3)                                                                    \
-  asm volatile("{\n.reg .pred keep;\nsetp.eq.u32 keep, 0, 0;\n"                                                      \
-               "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" MOK_D##REGS "}, %" #P0 ", %" #P1          \
-               ", keep, 1, 1, %" #P2 ", %" #P3 ";\n}\n"                                                              \
-               : MOK_R##REGS(acc, 0)                                                                                 \
-               : "l"(a), "l"(b), "n"(int(A_MN)), "n"(int(B_MN)))
-#define MOK_WGMMA_REGISTERS(N, REGS, P0, P1, P2, P3, P4, P5)                                                         \
-  asm volatile("{\n.reg .pred keep;\nsetp.eq.u32 keep, 0, 0;\n"                                                      \
-               "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" MOK_D##REGS "}, {%" #P0 ",%" #P1 ",%" #P2 \
-               ",%" #P3 "}, %" #P4 ", keep, 1, 1, %" #P5 ";\n}\n"                                                    \
-               : MOK_R##REGS(acc, 0)                                                                                 \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(int(B_MN)))
+#define MOK_WGMMA_SHARED(N, REGS, P0, P1, P2, P3)                                                                         \
+  asm volatile(                                                                                                           \
+      "{\n.reg .pred keep;\nsetp.eq.u32 keep, 0, 0;\n"                                                                    \
+      "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" MOK_D##REGS "}, %" #P0 ", %" #P1 ", keep, 1, 1, %" #P2 \
+                                                                               ", %" #P3 ";\n}\n"                         \
+      : MOK_R##REGS(acc, 0)                                                                                               \
+      : "l"(a), "l"(b), "n"(int(A_MN)), "n"(int(B_MN)))
+#define MOK_WGMMA_REGISTERS(N, REGS, P0, P1, P2, P3, P4, P5)                                                                     \
+  asm volatile(                                                                                                                  \
+      "{\n.reg .pred keep;\nsetp.eq.u32 keep, 0, 0;\n"                                                                           \
+      "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" MOK_D##REGS "}, {%" #P0 ",%" #P1 ",%" #P2 ",%" #P3 "}, %" #P4 \
+                                                                               ", keep, 1, 1, %" #P5 ";\n}\n"                    \
+      : MOK_R##REGS(acc, 0)                                                                                                      \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(int(B_MN)))
 
 // acc += A * B for one step; a and b are descriptors. The predicate "keep" says that the accumulator is read.
 template <int N, bool A_MN, bool B_MN>
@@ -87,8 +94,8 @@ __device__ __forceinline__ void wgmma_registers(float (&acc)[N / 2], const uint3
   if constexpr (N == 256) MOK_WGMMA_REGISTERS(256, 128, 128, 129, 130, 131, 132, 133);
 }
 
-// The matrix descriptor of an operand whose first row (K-major) or box (MN-major) is at `address`: 128-byte swizzle, 1,024 bytes between
-// groups of 8 rows, BOX bytes between boxes. The latter is not read for K-major operands.
+// The matrix descriptor of an operand whose first row (K-major) or box (MN-major) is at `address`: 128-byte swizzle, 1,024 bytes
+// between groups of 8 rows, BOX bytes between boxes. The latter is not read for K-major operands.
 template <int BOX>
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
   constexpr uint64_t swizzle_128 = 1ull << 62;
@@ -119,7 +126,8 @@ __device__ __forceinline__ void pin(float (&acc)[COUNT]) {
   }
 }
 
-// Step `step` (of the four of a row; of an MN-major box, any) of the operands at a and b, shared addresses of their first row or box.
+// Step `step` (of the four of a row; of an MN-major box, any) of the operands at a and b, shared addresses of their first row or
+// box.
 template <int N, bool A_MN, bool B_MN>
 __device__ __forceinline__ void multiply_step(float (&acc)[N / 2], uint32_t a, uint32_t b, int step) {
   wgmma<N, A_MN, B_MN>(acc, matrix_descriptor<kBoxBytes>(a) + step * kDescriptorStep<A_MN>,
@@ -153,10 +161,9 @@ __device__ __forceinline__ void load_matrices(uint32_t (&out)[4], uint32_t addre
 
 // acc[0..3] += A (16 x 16, registers) * B (16 x 8, registers b0, b1).
 __device__ __forceinline__ void mma_sync(float *acc, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 __device__ __forceinline__ void steps_begin() {}

@@ -4,7 +4,8 @@ namespace mok::cuda {
 namespace {
 
 // A warp a column.
-__global__ void __launch_bounds__(kRowThreads) token_join_kernel(int64_t blocks, int64_t columns, const float *partial, float *grad) {
+__global__ void __launch_bounds__(kRowThreads)
+    token_join_kernel(int64_t blocks, int64_t columns, const float *partial, float *grad) {
   const int64_t column = warp_row();
   if (column >= columns) return;
   const float sum = warp_tree(blocks, [&](int64_t block) { return partial[block * columns + column]; });

@@ -8,7 +8,8 @@ constexpr int64_t kSquare = 64;  // rows and columns of a block of the sum of sq
 constexpr int kJoinThreads = 1024;
 
 // A CTA a block: 8 threads a row, 32 rows at a time, then a tree over the rows.
-__global__ void __launch_bounds__(kRowThreads) square_kernel(const __grid_constant__ mok_sum_squares_args args, int64_t across, float *sums) {
+__global__ void __launch_bounds__(kRowThreads)
+    square_kernel(const __grid_constant__ mok_sum_squares_args args, int64_t across, float *sums) {
   __shared__ float row_sums[kSquare];
   const int64_t down = (args.rows + kSquare - 1) / kSquare;
   const int64_t block = blockIdx.x;
@@ -74,26 +75,30 @@ __global__ void __launch_bounds__(kRowThreads) adamw_kernel(const __grid_constan
 
 mok_status sum_squares(const mok_context *context, const mok_sum_squares_args *args) {
   MOK_REQUIRE(args->matrices >= 0 && args->rows >= 0 && args->columns >= 0,
-              "matrices, rows, columns are %" PRId64 ", %" PRId64 ", %" PRId64 "; allowed: 0 or more", args->matrices, args->rows, args->columns);
-  int64_t elements = 0;
-  MOK_REQUIRE(!__builtin_mul_overflow(args->rows, args->columns, &elements) && !__builtin_mul_overflow(elements, args->matrices, &elements) &&
-                  elements <= INT64_MAX / 4,
-              "matrices, rows, columns are %" PRId64 ", %" PRId64 ", %" PRId64 "; allowed: a product that fits memory", args->matrices, args->rows,
+              "matrices, rows, columns are %" PRId64 ", %" PRId64 ", %" PRId64 "; allowed: 0 or more", args->matrices, args->rows,
               args->columns);
+  int64_t elements = 0;
+  MOK_REQUIRE(!__builtin_mul_overflow(args->rows, args->columns, &elements) &&
+                  !__builtin_mul_overflow(elements, args->matrices, &elements) && elements <= INT64_MAX / 4,
+              "matrices, rows, columns are %" PRId64 ", %" PRId64 ", %" PRId64 "; allowed: a product that fits memory",
+              args->matrices, args->rows, args->columns);
   MOK_REQUIRE_POINTER(args->in, elements);
   MOK_REQUIRE_POINTER(args->out, args->matrices);
   if (args->matrices == 0) return MOK_OK;
   const int64_t across = divide_up(args->columns, kSquare);
   const int64_t blocks = divide_up(args->rows, kSquare) * across;
-  MOK_REQUIRE(args->matrices <= kRowsMax && args->matrices * blocks <= kRowsMax, "%" PRId64 " matrices of %" PRId64 " blocks; allowed: at most %" PRId64
-              " blocks in all", args->matrices, blocks, kRowsMax);
+  MOK_REQUIRE(args->matrices <= kRowsMax && args->matrices * blocks <= kRowsMax,
+              "%" PRId64 " matrices of %" PRId64 " blocks; allowed: at most %" PRId64 " blocks in all", args->matrices, blocks,
+              kRowsMax);
   Scratch sums(context->stream);
   MOK_TRY(sums.take(static_cast<size_t>(args->matrices * blocks) * sizeof(float)));
   if (blocks > 0) {
-    square_kernel<<<static_cast<unsigned>(args->matrices * blocks), kRowThreads, 0, context->stream>>>(*args, across, sums.as<float>());
+    square_kernel<<<static_cast<unsigned>(args->matrices * blocks), kRowThreads, 0, context->stream>>>(*args, across,
+                                                                                                       sums.as<float>());
     MOK_LAUNCHED();
   }
-  square_join_kernel<<<static_cast<unsigned>(args->matrices), kJoinThreads, 0, context->stream>>>(blocks, sums.as<float>(), args->out);
+  square_join_kernel<<<static_cast<unsigned>(args->matrices), kJoinThreads, 0, context->stream>>>(blocks, sums.as<float>(),
+                                                                                                  args->out);
   MOK_LAUNCHED();
   return MOK_OK;
 }

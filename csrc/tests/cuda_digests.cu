@@ -1,4 +1,5 @@
-// BLAKE3 on the GPU against digests of the official test pattern (byte i is i mod 251), computed with the reference implementation.
+// BLAKE3 on the GPU against digests of the official test pattern (byte i is i mod 251), computed with the reference
+// implementation.
 #include "cuda/blake3.h"
 #include "tests/cuda_harness.cuh"
 
@@ -79,7 +80,8 @@ void check(mok_context *context, const uint8_t *pattern, size_t offset) {
       ++compared;
       const std::string digest = hexadecimal(got.data() + 32 * i);
       if (digest != kKnown[i].digest) {
-        report("length " + std::to_string(lengths[i]) + " offset " + std::to_string(offset) + ": got " + digest + ", want " + kKnown[i].digest);
+        report("length " + std::to_string(lengths[i]) + " offset " + std::to_string(offset) + ": got " + digest + ", want " +
+               kKnown[i].digest);
       }
     }
   }

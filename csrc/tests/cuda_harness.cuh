@@ -49,8 +49,12 @@ class Device {
 
   T *data() const { return reinterpret_cast<T *>(static_cast<char *>(raw_) + offset_); }
   size_t count() const { return count_; }
-  void upload(const std::vector<T> &host) const { need(cudaMemcpy(data(), host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice), "upload"); }
-  void copy_from(const Device &other) const { need(cudaMemcpy(data(), other.data(), count_ * sizeof(T), cudaMemcpyDeviceToDevice), "copy"); }
+  void upload(const std::vector<T> &host) const {
+    need(cudaMemcpy(data(), host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice), "upload");
+  }
+  void copy_from(const Device &other) const {
+    need(cudaMemcpy(data(), other.data(), count_ * sizeof(T), cudaMemcpyDeviceToDevice), "copy");
+  }
   std::vector<T> download() const {
     std::vector<T> host(count_);
     need(cudaMemcpy(host.data(), data(), count_ * sizeof(T), cudaMemcpyDeviceToHost), "download");
@@ -138,7 +142,8 @@ bool same(const void *got, const void *want, size_t count, const std::string &wh
   cudaMemcpy(&w, static_cast<const Word *>(want) + host.first, sizeof w, cudaMemcpyDeviceToHost);
   char text[160];
   std::snprintf(text, sizeof text, ": %llu of %zu differ, first at %llu: got %0*X, want %0*X", host.count, count, host.first,
-                static_cast<int>(2 * sizeof g), static_cast<unsigned>(g), static_cast<int>(2 * sizeof w), static_cast<unsigned>(w));
+                static_cast<int>(2 * sizeof g), static_cast<unsigned>(g), static_cast<int>(2 * sizeof w),
+                static_cast<unsigned>(w));
   report(what + text);
   return false;
 }

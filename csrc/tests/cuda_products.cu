@@ -1,5 +1,6 @@
 // Every form of the matrix products on the GPU against the definition, bit for bit: bf16 against the integer model of
-// common/tensor_core_rule.h, fp32 against a plain fma chain. Each tile of the table, ragged sizes, unaligned operands, gathered rows.
+// common/tensor_core_rule.h, fp32 against a plain fma chain. Each tile of the table, ragged sizes, unaligned operands, gathered
+// rows.
 #include <functional>
 #include <type_traits>
 
@@ -14,9 +15,9 @@ namespace {
 // An output element by the definition. Strides are in elements.
 struct Reference {
   const void *a, *b;
-  int64_t a_row, a_k, b_column, b_k;      // strides
-  const int32_t *a_rows, *b_rows;         // gathered: of the strided dimension that mok.h names
-  bool rows_are_depth;                    // by depth: the gathered index is k
+  int64_t a_row, a_k, b_column, b_k;  // strides
+  const int32_t *a_rows, *b_rows;     // gathered: of the strided dimension that mok.h names
+  bool rows_are_depth;                // by depth: the gathered index is k
   int64_t k, k_end;
   const float *initial, *addend;
   void *c;
@@ -27,7 +28,8 @@ struct Reference {
 __device__ int64_t at(const int32_t *rows, int64_t i) { return rows == nullptr ? i : rows[i]; }
 
 template <typename T>
-__device__ T element(const T *base, int64_t outer, int64_t outer_stride, int64_t k, int64_t k_stride, const int32_t *rows, bool rows_are_depth) {
+__device__ T element(const T *base, int64_t outer, int64_t outer_stride, int64_t k, int64_t k_stride, const int32_t *rows,
+                     bool rows_are_depth) {
   const int64_t o = rows_are_depth ? outer : at(rows, outer);
   const int64_t d = rows_are_depth ? at(rows, k) : k;
   return o < 0 || d < 0 ? T(0) : base[o * outer_stride + d * k_stride];
@@ -43,7 +45,8 @@ __global__ void reference_kernel(Reference r) {
       const auto *a = static_cast<const uint16_t *>(r.a);
       const auto *b = static_cast<const uint16_t *>(r.b);
       chain = f32::from_bits(rule::chain(
-          f32::bits(start), r.k_end - r.k, [&](int64_t k) { return element(a, row, r.a_row, r.k + k, r.a_k, r.a_rows, r.rows_are_depth); },
+          f32::bits(start), r.k_end - r.k,
+          [&](int64_t k) { return element(a, row, r.a_row, r.k + k, r.a_k, r.a_rows, r.rows_are_depth); },
           [&](int64_t k) { return element(b, column, r.b_column, r.k + k, r.b_k, r.b_rows, r.rows_are_depth); }));
     } else {
       const auto *a = static_cast<const float *>(r.a);
@@ -75,8 +78,8 @@ constexpr bool kIsBf16 = std::is_same_v<T, uint16_t>;
 struct Dense {
   int64_t m, n, k;
   int ta, tb;
-  int64_t pad;     // elements more in each leading dimension
-  size_t offset;   // bytes that operands and outputs are off their alignment
+  int64_t pad;    // elements more in each leading dimension
+  size_t offset;  // bytes that operands and outputs are off their alignment
   bool out_bf16, initial, addend, in_place;
   Values values;
 };
@@ -86,7 +89,8 @@ void check_dense(mok_context *context, const Dense &d, const std::string &tile) 
   const int64_t lda = (d.ta ? d.m : d.k) + d.pad;
   const int64_t ldb = (d.tb ? d.k : d.n) + d.pad;
   const int64_t ldc = d.n + d.pad;
-  Device<T> a(static_cast<size_t>((d.ta ? d.k : d.m) * lda), d.offset), b(static_cast<size_t>((d.tb ? d.n : d.k) * ldb), d.offset);
+  Device<T> a(static_cast<size_t>((d.ta ? d.k : d.m) * lda), d.offset),
+      b(static_cast<size_t>((d.tb ? d.n : d.k) * ldb), d.offset);
   Device<float> extra(static_cast<size_t>(d.m * ldc), d.offset * 2);
   Device<float> got(static_cast<size_t>(d.m * ldc), d.offset * 2), want(static_cast<size_t>(d.m * ldc), d.offset * 2);
   fill(a, 1, d.values);
@@ -97,28 +101,44 @@ void check_dense(mok_context *context, const Dense &d, const std::string &tile) 
     want.copy_from(extra);
   }
   const float *own = d.in_place ? got.data() : extra.data();
-  mok_product_args args{kIsBf16<T> ? MOK_BF16 : MOK_FP32, d.out_bf16, d.ta, d.tb, d.m, d.n, d.k, lda, ldb, ldc, a.data(), b.data(), got.data(),
-                        d.initial ? own : nullptr, d.addend ? own : nullptr};
+  mok_product_args args{kIsBf16<T> ? MOK_BF16 : MOK_FP32,
+                        d.out_bf16,
+                        d.ta,
+                        d.tb,
+                        d.m,
+                        d.n,
+                        d.k,
+                        lda,
+                        ldb,
+                        ldc,
+                        a.data(),
+                        b.data(),
+                        got.data(),
+                        d.initial ? own : nullptr,
+                        d.addend ? own : nullptr};
   char text[200];
-  std::snprintf(text, sizeof text, "%s %s dense %" PRId64 "x%" PRId64 "x%" PRId64 " ta=%d tb=%d pad=%" PRId64 " offset=%zu out_bf16=%d initial=%d addend=%d values=%d",
-                tile.c_str(), kIsBf16<T> ? "bf16" : "fp32", d.m, d.n, d.k, d.ta, d.tb, d.pad, d.offset, d.out_bf16, d.initial, d.addend,
-                static_cast<int>(d.values));
+  std::snprintf(text, sizeof text,
+                "%s %s dense %" PRId64 "x%" PRId64 "x%" PRId64 " ta=%d tb=%d pad=%" PRId64
+                " offset=%zu out_bf16=%d initial=%d addend=%d values=%d",
+                tile.c_str(), kIsBf16<T> ? "bf16" : "fp32", d.m, d.n, d.k, d.ta, d.tb, d.pad, d.offset, d.out_bf16, d.initial,
+                d.addend, static_cast<int>(d.values));
   if (!ok(mok_product(context, &args), text)) return;
-  run_reference(Reference{a.data(), b.data(), d.ta ? 1 : lda, d.ta ? lda : 1, d.tb ? ldb : 1, d.tb ? 1 : ldb, nullptr, nullptr, false, 0, d.k,
-                          d.initial ? extra.data() : nullptr, d.addend ? extra.data() : nullptr, want.data(), d.m, d.n, ldc, kIsBf16<T>,
-                          d.out_bf16});
+  run_reference(Reference{a.data(), b.data(), d.ta ? 1 : lda, d.ta ? lda : 1, d.tb ? ldb : 1, d.tb ? 1 : ldb, nullptr, nullptr,
+                          false, 0, d.k, d.initial ? extra.data() : nullptr, d.addend ? extra.data() : nullptr, want.data(), d.m,
+                          d.n, ldc, kIsBf16<T>, d.out_bf16});
   same<uint32_t>(got.data(), want.data(), got.count(), text);
 }
 
 void dense_tests(mok_context *context, const std::string &tile) {
-  const int64_t sizes[][3] = {{1, 1, 1}, {64, 128, 64}, {128, 256, 128}, {77, 131, 33}, {300, 520, 200}, {257, 129, 1000}, {130, 40, 17},
-                              {5, 1000, 640}, {1000, 7, 64}, {256, 512, 0}, {384, 776, 328}};
+  const int64_t sizes[][3] = {{1, 1, 1},     {64, 128, 64},  {128, 256, 128}, {77, 131, 33}, {300, 520, 200}, {257, 129, 1000},
+                              {130, 40, 17}, {5, 1000, 640}, {1000, 7, 64},   {256, 512, 0}, {384, 776, 328}};
   int count = 0;
   for (const auto &size : sizes) {
     for (int trans = 0; trans < 4; ++trans) {
       for (const auto &[pad, offset] : {std::pair<int64_t, size_t>{0, 0}, {8, 0}, {3, 0}, {8, 2}}) {
         ++count;
-        Dense d{size[0], size[1], size[2], trans & 1, trans >> 1, pad, offset, false, false, false, false, static_cast<Values>(count % 3)};
+        Dense d{size[0], size[1], size[2], trans & 1, trans >> 1, pad,
+                offset,  false,   false,   false,     false,      static_cast<Values>(count % 3)};
         d.initial = count % 4 == 1;
         d.addend = count % 4 == 2;
         d.in_place = count % 8 < 4;
@@ -152,7 +172,8 @@ std::vector<int32_t> gathered(int64_t count, int64_t source_rows, uint64_t seed)
 }
 
 template <typename T>
-void check_by_rows(mok_context *context, int groups, int64_t n, int64_t k, int tb, bool gather, bool out_bf16, const std::string &tile) {
+void check_by_rows(mok_context *context, int groups, int64_t n, int64_t k, int tb, bool gather, bool out_bf16,
+                   const std::string &tile) {
   const std::vector<int32_t> offsets = offsets_of(groups, 1, 77 + static_cast<uint64_t>(groups));
   const int64_t rows = offsets.back();
   const int64_t capacity = rows + 100;  // rows beyond the last run are not touched
@@ -178,15 +199,16 @@ void check_by_rows(mok_context *context, int groups, int64_t n, int64_t k, int t
   args.b = b.data();
   args.c = got.data();
   char text[160];
-  std::snprintf(text, sizeof text, "%s %s by rows groups=%d n=%" PRId64 " k=%" PRId64 " tb=%d gather=%d out_bf16=%d", tile.c_str(),
-                kIsBf16<T> ? "bf16" : "fp32", groups, n, k, tb, gather, out_bf16);
+  std::snprintf(text, sizeof text, "%s %s by rows groups=%d n=%" PRId64 " k=%" PRId64 " tb=%d gather=%d out_bf16=%d",
+                tile.c_str(), kIsBf16<T> ? "bf16" : "fp32", groups, n, k, tb, gather, out_bf16);
   if (!ok(mok_grouped_product_by_rows(context, &args), text)) return;
   for (int g = 0; g < groups; ++g) {
     const int64_t first = offsets[static_cast<size_t>(g)];
     const T *own = b.data() + g * n * k;
     char *c = reinterpret_cast<char *>(want.data()) + first * n * (out_bf16 ? 2 : 4);
-    run_reference(Reference{gather ? a.data() : a.data() + first * k, own, k, 1, tb ? k : 1, tb ? 1 : n, gather ? indices.data() + first : nullptr,
-                            nullptr, false, 0, k, nullptr, nullptr, c, offsets[static_cast<size_t>(g) + 1] - first, n, n, kIsBf16<T>, out_bf16});
+    run_reference(Reference{gather ? a.data() : a.data() + first * k, own, k, 1, tb ? k : 1, tb ? 1 : n,
+                            gather ? indices.data() + first : nullptr, nullptr, false, 0, k, nullptr, nullptr, c,
+                            offsets[static_cast<size_t>(g) + 1] - first, n, n, kIsBf16<T>, out_bf16});
   }
   same<uint32_t>(got.data(), want.data(), got.count(), text);
 }
@@ -201,7 +223,8 @@ void check_by_depth(mok_context *context, int groups, int64_t m, int64_t n, int 
   a_rows.upload(gathered(capacity, sources, 6));
   b_rows.upload(gathered(capacity, sources, 7));
   Device<T> a(static_cast<size_t>(sources * m)), b(static_cast<size_t>(sources * n));
-  Device<float> got(static_cast<size_t>(groups * m * n)), want(static_cast<size_t>(groups * m * n)), start(static_cast<size_t>(groups * m * n));
+  Device<float> got(static_cast<size_t>(groups * m * n)), want(static_cast<size_t>(groups * m * n)),
+      start(static_cast<size_t>(groups * m * n));
   fill(a, 21, Values::kSpread);
   fill(b, 22, Values::kSpread);
   fill(start, 23, Values::kSpread);
@@ -225,8 +248,8 @@ void check_by_depth(mok_context *context, int groups, int64_t m, int64_t n, int 
   if (!ok(mok_grouped_product_by_depth(context, &args), text)) return;
   for (int g = 0; g < groups; ++g) {
     run_reference(Reference{a.data(), b.data(), 1, m, 1, n, args.a_rows, args.b_rows, true, offsets[static_cast<size_t>(g)],
-                            offsets[static_cast<size_t>(g) + 1], initial ? start.data() + g * m * n : nullptr, nullptr, want.data() + g * m * n, m, n,
-                            n, kIsBf16<T>, false});
+                            offsets[static_cast<size_t>(g) + 1], initial ? start.data() + g * m * n : nullptr, nullptr,
+                            want.data() + g * m * n, m, n, n, kIsBf16<T>, false});
   }
   same<uint32_t>(got.data(), want.data(), got.count(), text);
 }

@@ -1,4 +1,4 @@
-"""One result, whatever else the GPU does: repeated runs beside random work on another stream, and on another stream themselves."""
+"""One result, whatever else the GPU does: repeated runs beside random work, and on another stream."""
 
 from __future__ import annotations
 
@@ -70,10 +70,9 @@ def one_run(gpu: NativeBackend) -> list[torch.Tensor]:
 
 
 def same(first: list[torch.Tensor], again: list[torch.Tensor]) -> bool:
+    """Whether all tensors hold the same bits."""
     return all(
-        torch.equal(
-            x.view(torch.int16 if x.dtype == BF16 else torch.int32), y.view(torch.int16 if y.dtype == BF16 else torch.int32)
-        )
+        torch.equal(*(t.view(torch.int16 if t.dtype == BF16 else torch.int32) for t in pair))
         for pair in zip(first, again, strict=True)
     )
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,16 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster
 
 
 @pytest.fixture
-def make_world(tmp_path: Path) -> Iterator[Callable[..., World]]:
+def make_world(tmp_path: Path, migrated_file: Path) -> Iterator[Callable[..., World]]:
+    """Makes worlds on SQLite, or on the database whose `url` is given."""
     made: list[World] = []
 
     def make(**fields: Any) -> World:
-        made.append(World(tmp_path / str(len(made)), **fields))
+        folder = tmp_path / f"world-{len(made)}"
+        folder.mkdir()
+        if "url" not in fields:
+            shutil.copy(migrated_file, folder / "mok.db")
+        made.append(World(folder, **({"url": f"sqlite:///{folder}/mok.db"} | fields)))
         return made[-1]
 
     yield make

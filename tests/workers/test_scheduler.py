@@ -22,7 +22,8 @@ from tests.workers.world import World
 MakeWorld = Callable[..., World]
 
 
-def test_a_run_goes_from_queued_to_succeeded(world: World) -> None:
+def test_a_run_goes_from_queued_to_succeeded(make_world: MakeWorld, url: str) -> None:
+    world = make_world(url=url)
     run_id = world.submit()
     world.ended(run_id)
     world.assert_whole(run_id)
@@ -137,9 +138,9 @@ def test_another_result_for_a_stored_step_ends_the_run(make_world: MakeWorld) ->
 # ---- Schedulers die --------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("step", [0, 3, 6])
-def test_a_killed_scheduler_is_followed_by_one_that_goes_on_at_once(make_world: MakeWorld, step: int) -> None:
+def test_a_killed_scheduler_is_followed_by_one_that_goes_on_at_once(make_world: MakeWorld, url: str, step: int) -> None:
     opens = Opens({step: "wait"}, gate=True)
-    world = make_world(opens=opens)
+    world = make_world(opens=opens, url=url)
     run_id = world.submit()
     world.until(lambda: world.run(run_id).status in ("starting", "running"))
     world.stored(run_id, step - 1)
@@ -322,6 +323,26 @@ def test_what_never_fits_waits_for_its_deadline_and_blocks_nobody(make_world: Ma
     world.now += timedelta(seconds=60)
     run = world.ended(too_large)
     assert (run.status, run.stop_reason) == ("failed", "queue_deadline")
+
+
+def test_two_schedulers_together_never_use_more_than_there_is(make_world: MakeWorld, url: str) -> None:
+    world = make_world(url=url)
+    run_ids = [world.submit(threads=1)]
+    first = world.scheduler
+    world.tick()
+    run_ids += [world.submit(threads=1, seed=seed) for seed in range(9)]
+    world.boot("other")
+    most = 0
+
+    def all_ended() -> bool:
+        nonlocal most
+        first.tick(world.now)
+        most = max(most, sum(len(cluster.handles) for cluster in world.clusters))
+        return all(world.run(run_id).ended for run_id in run_ids)
+
+    world.until(all_ended)
+    assert most == 2 and {world.run(run_id).status for run_id in run_ids} == {"succeeded"}
+    assert {attempt.worker for run_id in run_ids for attempt in runs.attempts(world.db, run_id)} == {"local", "other"}
 
 
 # ---- Reproductions ---------------------------------------------------------------------------------------------------

@@ -1,20 +1,16 @@
-"""A scheduler on a real SQLite database and a cluster of threads, under a clock that the test moves."""
+"""A scheduler on a real, migrated database and a cluster of threads, under a clock that the test moves."""
 
 from __future__ import annotations
 
-import functools
-import sqlite3
-import tempfile
 import time
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 from mok_service import jobs, runs
-from mok_service.db.session import Database, upgrade
+from mok_service.db.session import Database
 from mok_service.provenance.chain import StepRecord
 from mok_service.runs.types import Run
 from mok_service.settings import Settings
@@ -30,31 +26,18 @@ TICK = timedelta(milliseconds=20)
 NODES = (NodeSize("here", 2, 0),)
 
 
-@functools.cache
-def empty_database() -> bytes:
-    """An upgraded database file: migrating once is enough for all tests."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "empty.sqlite3"
-        upgrade(f"sqlite:///{path}")
-        with closing(sqlite3.connect(path)) as connection:
-            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        return path.read_bytes()
-
-
 @dataclass
 class World:
     folder: Path
+    url: str
     opens: Open = field(default_factory=Opens)
     nodes: tuple[NodeSize, ...] = NODES
     now: datetime = datetime(2026, 12, 1, tzinfo=UTC)
     boots: int = 0
-    settings_given: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.settings = Settings(data_dir=self.folder / "data", **self.settings_given)
-        self.settings.data_dir.mkdir(parents=True)
-        (self.settings.data_dir / "mok.sqlite3").write_bytes(empty_database())
-        self.db = Database(self.settings.database(), clock=lambda: self.now)
+        self.settings = Settings(data_dir=self.folder, database_url=self.url)
+        self.db = Database(self.url, clock=lambda: self.now)
         self.clusters: list[InProcessCluster] = []
         self.boot()
 

@@ -35,7 +35,7 @@ lock: $(STAMPS)/test ## choose newest versions and write requirements/*.txt with
 	$(call compile,--all-extras,lock-test.txt,requirements/torch-cpu.txt -c requirements/lock.txt)
 
 bench: $(STAMPS)/test ## measure the CPU kernels, and a whole training step
-	$(BIN)/python -m benchmarks.product
+	$(BIN)/python benchmarks/product.py
 	$(BIN)/python -m benchmarks.training_step
 
 exhaustive: $(STAMPS)/project ## the functions on all 2^32 inputs, against stored digests; takes long
@@ -48,8 +48,8 @@ test-gpu: $(STAMPS)/test ## the tests that need a CUDA GPU
 	$(BIN)/python -m pytest -m gpu
 
 bench-gpu: $(STAMPS)/test ## measure the CUDA kernels
-	$(BIN)/python -m benchmarks.gpu_product
-	$(BIN)/python -m benchmarks.gpu_operations
+	$(BIN)/python benchmarks/gpu_product.py
+	$(BIN)/python benchmarks/gpu_operations.py
 
 probe-gpu: $(STAMPS)/project ## does this GPU's matrix unit round and add as docs/arithmetic.md says?
 	$(BIN)/cmake -S csrc/cuda -B build/cuda-tests -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DMOK_CUDA_TESTS=ON

@@ -27,7 +27,8 @@ def test_a_planted_secret_is_in_no_field(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     def git(*arguments: str) -> None:
-        command = ["git", "-c", "user.name=n", "-c", "user.email=e@example.org", "-c", "commit.gpgsign=false", "-C", tmp_path]
+        options = ["-c", "user.name=n", "-c", "user.email=e@example.org", "-c", "commit.gpgsign=false"]
+        command = ["git", "-C", str(tmp_path), *options]
         subprocess.run([*command, *arguments], check=True, capture_output=True)
 
     (tmp_path / "kernel.cpp").write_text("int x = 1;\n")

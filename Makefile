@@ -38,11 +38,12 @@ bench: $(STAMPS)/test ## measure the CPU kernels, and a whole training step
 	$(BIN)/python benchmarks/product.py
 	$(BIN)/python -m benchmarks.training_step
 
-exhaustive: $(STAMPS)/project ## the functions on all 2^32 inputs, against stored digests; takes long
+exhaustive: $(STAMPS)/test ## functions on all 2^32 inputs, other compilers, a busy machine; takes long
 	library=$$($(BIN)/python -c 'from mok_service.kernels.library import library_path as p; print(p("cpu"))') && mkdir -p build && \
 		$${CXX:-c++} -std=c++20 -O3 -march=native -Icsrc/include csrc/tests/exhaustive_functions.cpp $$library \
 			-Wl,-rpath,$$(dirname $$library) -pthread -o build/exhaustive_functions
 	build/exhaustive_functions tests/golden/functions.json
+	$(BIN)/python -m pytest -m exhaustive
 
 test-gpu: $(STAMPS)/test ## the tests that need a CUDA GPU
 	$(BIN)/python -m pytest -m gpu

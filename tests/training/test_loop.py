@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mok_service.errors import InvalidSpec, NonFinite, Tampered
+from mok_service.errors import InvalidSpec, KernelError, NonFinite, Tampered
 from mok_service.kernels import load_backend
 from mok_service.kernels.native import NativeBackend
 from mok_service.provenance.chain import check_links, first_difference
@@ -41,13 +41,23 @@ def backend() -> NativeBackend:
     return load_backend("cpu", threads=2)
 
 
+def available(isa: str) -> bool:
+    """Whether this machine has an instruction set."""
+    try:
+        NativeBackend("cpu", threads=1, isa=isa)
+    except KernelError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_threads_and_instruction_sets_do_not_show(variant: str, precision: str, backend: NativeBackend) -> None:
     spec = job(precision=precision, **VARIANTS[variant])
     expected = bodies(run(spec, backend))
     others = [load_backend("cpu", threads=n) for n in (1, 3, 7)]
-    others += [NativeBackend("cpu", threads=2, isa="portable"), NativeBackend("cpu", threads=2, tile_limit=2)]
+    others += [NativeBackend("cpu", threads=2, isa=isa) for isa in ("portable", "avx2", "avx512") if available(isa)]
+    others.append(NativeBackend("cpu", threads=2, tile_limit=2))
     for other in others:
         assert bodies(run(spec, other)) == expected, other.info()["context"]
 

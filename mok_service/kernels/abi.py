@@ -466,3 +466,16 @@ OPERATIONS: Final[dict[str, type[Structure]]] = {
     "mok_philox": PhiloxArgs,
     "mok_scalar": ScalarArgs,
 }
+
+
+# What only the CUDA library has: csrc/cuda/blake3.h.
+class Blake3Args(Structure):
+    _fields_ = (
+        ("count", c_int64),
+        ("pointers", c_void_p),
+        ("lengths", c_void_p),
+        ("out", c_void_p),
+    )
+
+
+CUDA_OPERATIONS: Final[dict[str, type[Structure]]] = {"mok_blake3": Blake3Args}

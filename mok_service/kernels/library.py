@@ -56,29 +56,43 @@ def load_library(backend: str) -> ctypes.CDLL:
     arithmetic = library.mok_arithmetic().decode()
     if arithmetic != abi.ARITHMETIC:
         raise KernelError(f"{path} computes arithmetic {arithmetic!r}, this code needs {abi.ARITHMETIC!r}")
-    for name, struct in abi.OPERATIONS.items():
+    operations = abi.OPERATIONS | (abi.CUDA_OPERATIONS if backend == "cuda" else {})
+    for name, struct in operations.items():
         function = getattr(library, name)
         function.argtypes = [ctypes.c_void_p, ctypes.POINTER(struct)]
         function.restype = ctypes.c_int
-    _refuse_stale(path, json.loads(library.mok_build_info()))
+    _refuse_stale(path, backend, json.loads(library.mok_build_info()))
     return library
 
 
-def source_digest(csrc: Path, folders: tuple[str, ...] = ("include", "common", "cpu", "cmake")) -> str:
-    """SHA-256 over the native sources of a checkout, by the rule stated in csrc/cmake/build_info.cmake."""
-    files = [csrc / "CMakeLists.txt"]
+# What each library is built from below csrc/: folders with the endings that count, and single files. The rules are stated in
+# csrc/cmake/build_info.cmake and csrc/cuda/build_info.cmake.
+_SOURCES: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
+    "cpu": (("include", "common", "cpu", "cmake"), (".h", ".cpp", ".cmake"), ("CMakeLists.txt",)),
+    "cuda": (
+        ("include", "common", "cuda"),
+        (".h", ".cuh", ".cu", ".cmake"),
+        ("cuda/CMakeLists.txt", "cpu/checks.h", "cpu/error.h", "cpu/error.cpp", "cpu/floating.h"),
+    ),
+}
+
+
+def source_digest(csrc: Path, backend: str = "cpu") -> str:
+    """SHA-256 over the native sources of a checkout from which the library of `backend` is built."""
+    folders, endings, single = _SOURCES[backend]
+    files = [csrc / name for name in single]
     for folder in folders:
-        files += [p for p in (csrc / folder).rglob("*") if p.suffix in {".h", ".cpp", ".cmake"}]
+        files += [path for path in (csrc / folder).rglob("*") if path.suffix in endings]
     rows = sorted((path.relative_to(csrc).as_posix(), path) for path in files)
     lines = "".join(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {name}\n" for name, path in rows)
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-def _refuse_stale(path: Path, build: dict[str, Any]) -> None:
+def _refuse_stale(path: Path, backend: str, build: dict[str, Any]) -> None:
     csrc = Path(__file__).resolve().parents[2] / "csrc"
     if not (csrc / "include" / "mok.h").is_file() or os.environ.get("MOK_ALLOW_STALE_LIBRARY"):
         return
-    expected, got = source_digest(csrc), build.get("source_digest")
+    expected, got = source_digest(csrc, backend), build.get("source_digest")
     if got != expected:
         raise KernelError(
             f"{path} was built from other sources (digest {got}) than those in {csrc.name}/ ({expected}); run `make install`"

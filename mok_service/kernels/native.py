@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from mok_service.provenance.digest import blake3_of
 F32, BF16, I32, I64, U8 = torch.float32, torch.bfloat16, torch.int32, torch.int64, torch.uint8
 OPERAND_DTYPES = {"fp32": F32, "bf16": BF16}
 _CODES = {F32: 0, BF16: 1}
+_OPERATIONS = abi.OPERATIONS | abi.CUDA_OPERATIONS
 _STATUS = {
     abi.INVALID: "invalid argument",
     abi.OUT_OF_MEMORY: "out of memory",
@@ -113,7 +115,7 @@ class NativeBackend:
 
     def call(self, operation: str, **fields: Any) -> Any:
         """Run one operation of mok.h; a tensor stands for its pointer, None for NULL. Returns the struct."""
-        struct = abi.OPERATIONS[operation]()
+        struct = _OPERATIONS[operation]()
         for name, value in fields.items():
             if isinstance(value, Tensor):
                 if value.device != self.device:
@@ -127,9 +129,19 @@ class NativeBackend:
         """An uninitialised tensor on this backend's device."""
         return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def blake3(self, tensor: Tensor) -> str:
-        """BLAKE3 (64 hex digits) of the tensor's little-endian, row-major bytes."""
-        return host_blake3(tensor.cpu())
+    def blake3(self, tensors: Sequence[Tensor]) -> list[str]:
+        """BLAKE3 (64 hex digits) of each tensor's little-endian, row-major bytes; on a GPU only these 32 bytes come back."""
+        if self.name == "cpu":
+            return [host_blake3(tensor) for tensor in tensors]
+        for tensor in tensors:
+            check(tensor, "tensor", tensor.dtype)
+        pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+        lengths = (ctypes.c_int64 * len(tensors))(*(tensor.numel() * tensor.element_size() for tensor in tensors))
+        out = self.empty(len(tensors), 32, dtype=U8)
+        self.call(
+            "mok_blake3", count=len(tensors), pointers=ctypes.addressof(pointers), lengths=ctypes.addressof(lengths), out=out
+        )
+        return [bytes(row).hex() for row in out.tolist()]
 
     # ---- products [4] ----------------------------------------------------------------------------------------------------
 

@@ -20,11 +20,11 @@ from mok_service.spec import ModelSpec
 class ReferenceOutput:
     """What a forward pass gives, float64."""
 
-    logits: Tensor           # [sequences, length, V]
-    loss: Tensor             # mean cross entropy over labels >= 0
-    aux_loss: Tensor         # mean over layers and groups
-    z_loss: Tensor           # mean over real tokens and layers
-    chosen: list[Tensor]     # a layer: int64 [tokens, K]
+    logits: Tensor  # [sequences, length, V]
+    loss: Tensor  # mean cross entropy over labels >= 0
+    aux_loss: Tensor  # mean over layers and groups
+    z_loss: Tensor  # mean over real tokens and layers
+    chosen: list[Tensor]  # a layer: int64 [tokens, K]
 
     def total(self, model: ModelSpec) -> Tensor:
         """What training minimises."""

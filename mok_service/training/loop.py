@@ -137,8 +137,9 @@ class Trainer:
 
     def tensor_rows(self, flat: Tensor, prefix: str = "") -> list[TensorDigest]:
         """Digests of the logical tensors of one flat buffer."""
-        named = self.model.parameters.named(flat)
-        return [tensor_digest(prefix + name, tensor, self.backend.blake3(tensor)) for name, tensor in named]
+        named = list(self.model.parameters.named(flat))
+        digests = self.backend.blake3([tensor for _, tensor in named])
+        return [tensor_digest(prefix + name, tensor, digest) for (name, tensor), digest in zip(named, digests, strict=True)]
 
     def state_digests(self) -> StateDigests:
         """Digests of the state after `step`."""

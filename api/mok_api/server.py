@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from types import FrameType
 
 import uvicorn
@@ -14,13 +15,16 @@ from mok_service.settings import Settings
 class Server(uvicorn.Server):
     """uvicorn, but a signal to stop also ends the event streams, which would keep it waiting."""
 
+    stopped_by: int | None = None
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.config.app.state.streams.stopping.set()  # type: ignore[union-attr]
-        super().handle_exit(sig, frame)
+        self.force_exit = self.should_exit  # asked twice: no more patience
+        self.should_exit, self.stopped_by = True, sig
 
 
-def run_api(settings: Settings) -> None:
-    """Upgrade the database, then serve until SIGINT or SIGTERM."""
+def run_api(settings: Settings) -> int:
+    """Upgrade the database, then serve until a signal. The exit status: 0 after SIGTERM, 130 after SIGINT, 1 if it can't."""
     upgrade(settings.database())
     db = Database(settings.database())
     try:
@@ -28,6 +32,8 @@ def run_api(settings: Settings) -> None:
             create_app(db, settings), host=settings.host, port=settings.port, server_header=False,
             timeout_graceful_shutdown=round(settings.shutdown_seconds_max) or 1,
         )
-        Server(config).run()
+        server = Server(config)
+        server.run()
+        return 1 if server.stopped_by is None else 130 if server.stopped_by == signal.SIGINT else 0
     finally:
         db.close()

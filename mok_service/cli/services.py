@@ -48,7 +48,7 @@ def api(host: Host = None, port: Port = None, data_dir: DataDir = DATA_DIR) -> N
 
     settings = _settings(data_dir, host, port)
     refuse_other_hosts(settings.host)
-    run_api(settings)
+    raise typer.Exit(run_api(settings))
 
 
 def worker(data_dir: DataDir = DATA_DIR) -> None:

@@ -93,12 +93,14 @@ def open_trainer(job: JobSpec, out: Path | None, data_roots: list[Path]) -> Trai
     from mok_service.settings import load_settings
     from mok_service.training.checkpoint import CheckpointStore
     from mok_service.training.data import open_corpus
+    from mok_service.training.hugging_face import initial_weights
     from mok_service.training.loop import Trainer
 
     roots = data_roots or list(load_settings().data_roots) or [Path.cwd()]
     corpus = open_corpus(job.training.data, roots, job.training.model.vocabulary_size)
     backend = load_backend(job.execution.device, threads=job.execution.threads)
-    return Trainer(job, corpus, backend, None if out is None else CheckpointStore(out))
+    store = None if out is None else CheckpointStore(out)
+    return Trainer(job, corpus, backend, store, initial_weights=initial_weights(job, roots, None))
 
 
 @contextmanager

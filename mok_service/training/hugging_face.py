@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from mok_service.errors import InvalidSpec
-from mok_service.spec import ModelSpec
-from mok_service.training.checkpoint import load_tensors
+from mok_service.spec import JobSpec, ModelSpec
+from mok_service.training.checkpoint import folder_name, load_tensors
+from mok_service.training.data import contained
 
 _MIXTRAL = ((".block_sparse_moe.", ".mlp."), (".w1.", ".gate_proj."), (".w3.", ".up_proj."), (".w2.", ".down_proj."))
 
@@ -84,6 +85,27 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     for path in shards:
         tensors |= load_tensors(path)
     return by_our_names(tensors)
+
+
+def initial_weights(job: JobSpec, roots: Sequence[Path], runs: Path | None) -> dict[str, Tensor] | None:
+    """The weights that a job starts from, by our names; None for random ones.
+
+    `runs` is the folder of all runs' checkpoints, None where there is no service. Raises InvalidSpec when the source isn't there.
+    """
+    if job.training.init_from is None:
+        return None
+    source = job.training.init_from.source
+    run, at, step = source.partition("@")
+    if at and runs is not None:
+        return read_weights(runs / run / folder_name(int(step)))
+    for root in roots:
+        if not at and (root / source).is_dir():
+            return read_weights(contained(root / source, root.resolve(), source))
+    problem = "a run's checkpoint is known to a service only" if at else "no such folder below the data roots"
+    raise InvalidSpec(
+        f"training.init_from.source = {source!r}: {problem}",
+        errors=[{"field": "training.init_from.source", "value": source, "problem": problem}],
+    )
 
 
 def by_our_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -88,6 +88,7 @@ class Trainer:
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def _initialise(self, initial_weights: Mapping[str, Tensor] | None) -> None:
+        assert initial_weights is not None or self.spec.init_from is None, "init_from comes with its weights"
         if initial_weights is None:
             self.model.parameters.initialise(self._seed)
         else:

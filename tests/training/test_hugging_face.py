@@ -17,10 +17,11 @@ import torch
 os.environ["HF_HUB_OFFLINE"] = "1"
 import transformers
 
+from mok_service.errors import InvalidSpec
 from mok_service.kernels import load_backend
 from mok_service.training.checkpoint import CheckpointStore
 from mok_service.training.data import Batch
-from mok_service.training.hugging_face import read_weights
+from mok_service.training.hugging_face import initial_weights, read_weights
 from mok_service.training.loop import Trainer
 from tests.training.jobs import corpus_of, job, run
 
@@ -113,3 +114,20 @@ def test_our_checkpoints_there(qk_norm: str, tmp_path: Path) -> None:
     ours = trainer.model.logits(inputs, 2)
     out = model(inputs.view(2, 24).long()).logits.reshape(48, 270)
     assert (ours - out).abs().max() <= 1e-5 * out.abs().max()
+
+
+def test_a_job_starts_from_a_folder(tmp_path: Path) -> None:
+    """init_from: the weights are looked up below the data roots, and must have the digest that the job names."""
+    list(run(job(steps=2), BACKEND, CheckpointStore(tmp_path / "parent")))
+    source = "parent/step-00000002"
+    parent = CheckpointStore(tmp_path / "parent").list()[-1].state.weights
+    spec = job(init_from={"source": source, "weights": str(parent)})
+    trainer = Trainer(spec, corpus_of(spec), BACKEND, initial_weights=initial_weights(spec, [tmp_path], None))
+    assert trainer.record_zero is not None and trainer.record_zero.state is not None
+    assert trainer.record_zero.state.weights == parent
+    other = job(init_from={"source": source, "weights": "sha256:" + "0" * 64})
+    with pytest.raises(InvalidSpec, match="the weights found have digest"):
+        Trainer(other, corpus_of(other), BACKEND, initial_weights=initial_weights(other, [tmp_path], None))
+    for missing, problem in (("elsewhere", "no such folder"), ("run_0198c0de@2", "known to a service only")):
+        with pytest.raises(InvalidSpec, match=problem):
+            initial_weights(job(init_from={"source": missing}), [tmp_path], None)

@@ -7,17 +7,15 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from torch import Tensor
-
 from mok_service.environment import environment, gpus
-from mok_service.errors import InvalidSpec, Tampered
+from mok_service.errors import Tampered
 from mok_service.kernels import load_backend
 from mok_service.provenance.chain import StepRecord
 from mok_service.provenance.checkpoint import CheckpointInfo
-from mok_service.spec import JobSpec, parse_job
+from mok_service.spec import parse_job
 from mok_service.training.checkpoint import CheckpointStore, folder_name
-from mok_service.training.data import contained, open_corpus
-from mok_service.training.hugging_face import read_weights
+from mok_service.training.data import open_corpus
+from mok_service.training.hugging_face import initial_weights
 from mok_service.training.loop import Trainer
 from mok_workers.attempt import Control
 from mok_workers.messages import Payload
@@ -105,20 +103,3 @@ def refuse_contradictions(found: Sequence[CheckpointInfo], on_record: Sequence[C
                 f"{info.folder} says that it has head {info.head} and weights {info.state.weights}, recorded are head "
                 f"{expected[0]} and weights {expected[1].weights}", step=info.step,
             )
-
-
-def initial_weights(job: JobSpec, roots: list[Path], runs: Path) -> dict[str, Tensor] | None:
-    """The weights that the job starts from, or None for random ones. `runs`: the folder of all runs' checkpoints."""
-    if job.training.init_from is None:
-        return None
-    source = job.training.init_from.source
-    run, at, step = source.partition("@")
-    if at:
-        return read_weights(runs / run / folder_name(int(step)))
-    for root in roots:
-        if (root / source).is_dir():
-            return read_weights(contained(root / source, root.resolve(), source))
-    raise InvalidSpec(
-        f"training.init_from.source = {source!r}: there is no such folder below the data roots",
-        errors=[{"field": "training.init_from.source", "value": source, "problem": "no such folder below the data roots"}],
-    )

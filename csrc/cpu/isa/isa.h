@@ -19,7 +19,9 @@
 #if defined(MOK_ISA_LEVEL) && MOK_ISA_LEVEL >= 2
 #pragma GCC diagnostic push  // g++ 12 takes its own headers' undefined vectors for mistakes
 #pragma GCC diagnostic ignored "-Wuninitialized"
+#if !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
 #include <immintrin.h>
 #pragma GCC diagnostic pop
 #endif

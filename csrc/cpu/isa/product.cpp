@@ -167,14 +167,17 @@ void product_rows(const mok::ProductRows *product, mok::Scratch *scratch) {
       float *const tile = tiles + static_cast<size_t>(slot) * (work.tile_bytes / sizeof(float));
       uint8_t *const plain = states + static_cast<size_t>(slot) * work.state_bytes;
       const Scales scales = bf16 ? make_scales(&header, reinterpret_cast<const Header *>(panel), k) : Scales{};
+      const int64_t element = product->out_bf16 != 0 ? 2 : 4;
+      const unsigned char *const out = static_cast<const unsigned char *>(product->c) + j * element;
+      const Output output = {last ? out : nullptr, product->ldc * element, held * element, product->m};
       if (first) start_tile(product, &work, j, held, &scales, tile, plain);
       if (bf16) {
         const int64_t block = depth / kBlock;
         bf16_multiply(&scales, work.groups, blocks_of(depths, kBlock), info, static_cast<RowBlock *>(rows), panel_info(panel) + block,
-                      panel_blocks(panel, k) + block, tile, plain);
+                      panel_blocks(panel, k) + block, &output, tile, plain);
       } else {
         const float *const b = reinterpret_cast<const float *>(panel) + depth * fp32_vectors(held) * kLanes;
-        fp32_multiply(product->m, held, depths, fp32_block, static_cast<float *>(rows), b, tile);
+        fp32_multiply(product->m, held, depths, fp32_block, static_cast<float *>(rows), b, &output, tile);
       }
       if (last) finish_tile(product, j, held, &scales, tile, plain);
     }

@@ -407,12 +407,13 @@ void prefetch_part(const ColumnBlock *block, int64_t part, int64_t parts) {
 
 // c[groups * kGroup][kPanel] goes on over `blocks` blocks of depths; plain: states of all rows.
 void bf16_multiply(const Scales *scales, int64_t groups, int64_t blocks, const BlockInfo *a_info, const RowBlock *a,
-                   const BlockInfo *b_info, const ColumnBlock *b, float *c, uint8_t *plain) {
+                   const BlockInfo *b_info, const ColumnBlock *b, const Output *output, float *c, uint8_t *plain) {
   alignas(64) float old[kGroup * kPanel];
   window_rounding();
   for (int64_t p = 0; p < blocks; ++p, ++b, ++b_info) {
     for (int64_t g = 0; g < groups; ++g, ++a, ++a_info) {
       prefetch_part(b + 1, g, groups);  // of the last block of a panel: harmless
+      if (p + 1 == blocks) prefetch_output(output, g * kGroup, kGroup);
       float *const tile = c + g * kGroup * kPanel;
       uint8_t *const states = plain + g * kGroup * kVectors;
       const bool careful = !window_suffices(a_info, b_info, tile, states);

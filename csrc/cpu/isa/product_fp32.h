@@ -88,13 +88,15 @@ void fp32_pack_rows(const mok::ProductOperand *a, int64_t first_row, int64_t m, 
 }
 
 // c[m][kFp32Columns] goes on over `depths` depths of a panel of `columns` columns.
-void fp32_multiply(int64_t m, int64_t columns, int64_t depths, int64_t block, const float *a, const float *b, float *c) {
+void fp32_multiply(int64_t m, int64_t columns, int64_t depths, int64_t block, const float *a, const float *b, const Output *output,
+                   float *c) {
   const int64_t groups = blocks_of(m, kFp32Rows);
   const int vectors = fp32_vectors(columns);
   for (int64_t p = 0; p < depths; p += block) {
     const int64_t p_count = least(block, depths - p);
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t row = fp32_group(m, groups, g), rows = fp32_group(m, groups, g + 1) - row;
+      if (p + block >= depths) prefetch_output(output, row, rows);
       kFp32Kernels[rows - 1][vectors - 1](p_count, a, b, c + row * kFp32Columns);
       a += rows * p_count;
     }

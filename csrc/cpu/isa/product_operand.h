@@ -20,6 +20,20 @@ int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 int64_t blocks_of(int64_t count, int64_t block) { return (count + block - 1) / block; }
 
+// The rows of an output that a tile will be written to: asked for while the last products are computed.
+struct Output {
+  const unsigned char *first;  // nullptr: not yet
+  int64_t row_bytes, used_bytes, rows;
+};
+
+void prefetch_output(const Output *output, int64_t row, int64_t rows) {
+  if (output->first == nullptr) return;
+  for (int64_t i = row; i < least(row + rows, output->rows); ++i) {
+    const unsigned char *const line = output->first + i * output->row_bytes;
+    for (int64_t at = 0; at < output->used_bytes; at += 64) __builtin_prefetch(line + at, 1);
+  }
+}
+
 // Line `line` from its element `first` on, or nullptr for a line of zeros.
 const void *operand_line(const mok::ProductOperand *operand, int32_t precision, int64_t line, int64_t first) {
   if (operand->lines != nullptr) line = operand->lines[line];
@@ -71,6 +85,7 @@ void load_tile_lines(const mok::ProductOperand *operand, int32_t precision, int6
 #pragma GCC unroll 16
   for (int l = 0; l < kTile; ++l) {
     const void *const from = l < lines ? operand_line(operand, precision, line + l, first) : nullptr;
+    if (turn && from != nullptr) __builtin_prefetch(static_cast<const char *>(from) + 256);  // the lines are far apart
     x[l] = from != nullptr ? load_line(precision, from, mask) : _mm512_setzero_ps();
   }
   if (turn) transpose(x);

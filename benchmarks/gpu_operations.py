@@ -2,7 +2,7 @@
 
 usage: python benchmarks/gpu_operations.py [--library libmok_cuda.so] [--repeats 5]
 
-A row gives the median time and the rate at which the fewest necessary bytes moved (each input read once, each output written once);
+A row gives the median time and the rate at which the fewest necessary bytes moved (inputs read once, outputs written once);
 attention is given in TFLOP/s (forward 2 products, backward 5, halved by causality) beside torch's scaled_dot_product_attention.
 """
 
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from gpu_product import BF16, F32, Library, milliseconds, row
+
 from mok_service.kernels import abi
 
 TOKENS, HIDDEN, INNER, EXPERTS, TOP_K, VOCABULARY, GROUP = 32768, 2048, 1024, 64, 8, 50304, 8192

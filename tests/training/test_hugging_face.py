@@ -128,6 +128,6 @@ def test_a_job_starts_from_a_folder(tmp_path: Path) -> None:
     other = job(init_from={"source": source, "weights": "sha256:" + "0" * 64})
     with pytest.raises(InvalidSpec, match="the weights found have digest"):
         Trainer(other, corpus_of(other), BACKEND, initial_weights=initial_weights(other, [tmp_path], None))
-    for missing, problem in (("elsewhere", "no such folder"), ("run_0198c0de@2", "known to a service only")):
+    for missing, problem in (("elsewhere", "no such folder"), (f"run_{0:032x}@2", "known to a service only")):
         with pytest.raises(InvalidSpec, match=problem):
             initial_weights(job(init_from={"source": missing}), [tmp_path], None)

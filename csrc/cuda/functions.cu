@@ -7,14 +7,30 @@
 namespace mok::cuda {
 namespace {
 
-__global__ void __launch_bounds__(kRowThreads) to_bf16_kernel(const __grid_constant__ mok_to_bf16_args args) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x;
-  if (i < args.count) args.out[i] = to_bf16(args.in[i]);
+// A thread takes eight elements, one by one at the end and where addresses don't allow runs.
+__global__ void __launch_bounds__(kRowThreads) to_bf16_kernel(const __grid_constant__ mok_to_bf16_args args, bool runs) {
+  const int64_t first = (static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x) * 8;
+  if (runs && first + 8 <= args.count) {
+    float value[8];
+    load_eight(value, args.in + first);
+    store_eight_operands<true>(args.out, first, value);
+    return;
+  }
+  for (int64_t i = first; i < first + 8 && i < args.count; ++i) args.out[i] = to_bf16(args.in[i]);
 }
 
-__global__ void __launch_bounds__(kRowThreads) add_kernel(const __grid_constant__ mok_add_args args) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x;
-  if (i < args.count) args.out[i] = f32::canonical(f32::add(args.a[i], args.b[i]));
+__global__ void __launch_bounds__(kRowThreads) add_kernel(const __grid_constant__ mok_add_args args, bool runs) {
+  const int64_t first = (static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x) * 8;
+  if (runs && first + 8 <= args.count) {
+    float a[8], b[8];
+    load_eight(a, args.a + first);
+    load_eight(b, args.b + first);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) a[i] = f32::add(a[i], b[i]);
+    store_eight(args.out + first, a);
+    return;
+  }
+  for (int64_t i = first; i < first + 8 && i < args.count; ++i) args.out[i] = f32::canonical(f32::add(args.a[i], args.b[i]));
 }
 
 #define MOK_FUNCTION(NAME)                                              \
@@ -100,7 +116,8 @@ extern "C" MOK_API mok_status mok_to_bf16(mok_context *context, const mok_to_bf1
     MOK_REQUIRE_POINTER(args->in, args->count);
     MOK_REQUIRE_POINTER(args->out, args->count);
     if (args->count == 0) return MOK_OK;
-    to_bf16_kernel<<<grid_of(args->count, kRowThreads), kRowThreads, 0, context->stream>>>(*args);
+    const bool runs = runs_of_eight(0, args->in, args->out);
+    to_bf16_kernel<<<grid_of(args->count, 8 * kRowThreads), kRowThreads, 0, context->stream>>>(*args, runs);
     MOK_LAUNCHED();
     return MOK_OK;
   });
@@ -114,7 +131,8 @@ extern "C" MOK_API mok_status mok_add(mok_context *context, const mok_add_args *
     MOK_REQUIRE_POINTER(args->b, args->count);
     MOK_REQUIRE_POINTER(args->out, args->count);
     if (args->count == 0) return MOK_OK;
-    add_kernel<<<grid_of(args->count, kRowThreads), kRowThreads, 0, context->stream>>>(*args);
+    const bool runs = runs_of_eight(0, args->a, args->b, args->out);
+    add_kernel<<<grid_of(args->count, 8 * kRowThreads), kRowThreads, 0, context->stream>>>(*args, runs);
     MOK_LAUNCHED();
     return MOK_OK;
   });

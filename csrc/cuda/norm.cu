@@ -4,22 +4,48 @@
 namespace mok::cuda {
 namespace {
 
-template <bool BF16>
+// RUNS: rows are read in runs of eight columns.
+template <bool BF16, bool RUNS>
 __global__ void __launch_bounds__(kRowThreads) forward_kernel(const __grid_constant__ mok_rmsnorm_forward_args args) {
   const int64_t row = warp_row();
   if (row >= args.rows) return;
   const int64_t columns = args.columns;
   const float *const x = args.x + row * columns;
-  const float squares = warp_row_sum(columns, [=](float sum, int64_t i) { return f32::fma(x[i], x[i], sum); });
+  float squares;
+  if constexpr (RUNS) {
+    squares = warp_row_sum_runs(columns, [=](int64_t i, float (&a)[8], float (&b)[8]) {
+      load_eight(a, x + i);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) b[j] = a[j];
+    });
+  } else {
+    squares = warp_row_sum(columns, [=](float sum, int64_t i) { return f32::fma(x[i], x[i], sum); });
+  }
   const float inverse = f32::div(1.0f, static_cast<float>(columns));
   const float rstd = f32::rsqrt(f32::fma(squares, inverse, args.epsilon));
   if (lane_index() == 0) args.rstd[row] = rstd;
-#pragma unroll 8
-  for (int64_t i = lane_index(); i < columns; i += 32) {
-    store_operand<BF16>(args.out, row * columns + i, f32::mul(f32::mul(x[i], rstd), args.weight[i]));
+  if constexpr (RUNS) {
+    for (int64_t i = 8 * lane_index(); i < columns; i += 256) {
+      float value[8], weight[8];
+      load_eight(value, x + i);
+      load_eight(weight, args.weight + i);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) value[j] = f32::mul(f32::mul(value[j], rstd), weight[j]);
+      store_eight_operands<BF16>(args.out, row * columns + i, value);
+    }
+  } else {
+    for (int64_t i = lane_index(); i < columns; i += 32) {
+      store_operand<BF16>(args.out, row * columns + i, f32::mul(f32::mul(x[i], rstd), args.weight[i]));
+    }
   }
 }
 
+// The gradient of x at one column.
+__device__ __forceinline__ float gradient_of_x(float x, float weight, float g, float rstd, float mean) {
+  return f32::mul(rstd, f32::fma(-f32::mul(x, rstd), mean, f32::mul(g, weight)));
+}
+
+template <bool RUNS>
 __global__ void __launch_bounds__(kRowThreads) backward_kernel(const __grid_constant__ mok_rmsnorm_backward_args args) {
   const int64_t row = warp_row();
   if (row >= args.rows) return;
@@ -27,15 +53,46 @@ __global__ void __launch_bounds__(kRowThreads) backward_kernel(const __grid_cons
   const float *const x = args.x + row * columns;
   const float *const g = args.grad_out + row * columns;
   const float *const weight = args.weight;
-  const float rstd = args.rstd[row];
-  const float dot =
-      warp_row_sum(columns, [=](float sum, int64_t i) { return f32::fma(f32::mul(g[i], weight[i]), f32::mul(x[i], rstd), sum); });
-  const float mean = f32::mul(dot, f32::div(1.0f, static_cast<float>(columns)));
+  const float *const addend = args.addend != nullptr ? args.addend + row * columns : nullptr;
   float *const out = args.grad_x + row * columns;
-#pragma unroll 4
-  for (int64_t i = lane_index(); i < columns; i += 32) {
-    const float gradient = f32::mul(rstd, f32::fma(-f32::mul(x[i], rstd), mean, f32::mul(g[i], weight[i])));
-    out[i] = f32::canonical(args.addend != nullptr ? f32::add(args.addend[row * columns + i], gradient) : gradient);
+  const float rstd = args.rstd[row];
+  float dot;
+  if constexpr (RUNS) {
+    dot = warp_row_sum_runs(columns, [=](int64_t i, float (&a)[8], float (&b)[8]) {
+      float w[8];
+      load_eight(a, g + i);
+      load_eight(w, weight + i);
+      load_eight(b, x + i);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        a[j] = f32::mul(a[j], w[j]);
+        b[j] = f32::mul(b[j], rstd);
+      }
+    });
+  } else {
+    dot = warp_row_sum(columns,
+                       [=](float sum, int64_t i) { return f32::fma(f32::mul(g[i], weight[i]), f32::mul(x[i], rstd), sum); });
+  }
+  const float mean = f32::mul(dot, f32::div(1.0f, static_cast<float>(columns)));
+  if constexpr (RUNS) {
+    for (int64_t i = 8 * lane_index(); i < columns; i += 256) {
+      float xs[8], gs[8], ws[8], rest[8];
+      load_eight(xs, x + i);
+      load_eight(gs, g + i);
+      load_eight(ws, weight + i);
+      if (addend != nullptr) load_eight(rest, addend + i);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        xs[j] = gradient_of_x(xs[j], ws[j], gs[j], rstd, mean);
+        if (addend != nullptr) xs[j] = f32::add(rest[j], xs[j]);
+      }
+      store_eight(out + i, xs);
+    }
+  } else {
+    for (int64_t i = lane_index(); i < columns; i += 32) {
+      const float gradient = gradient_of_x(x[i], weight[i], g[i], rstd, mean);
+      out[i] = f32::canonical(addend != nullptr ? f32::add(addend[i], gradient) : gradient);
+    }
   }
 }
 
@@ -59,8 +116,12 @@ mok_status forward(const mok_context *context, const mok_rmsnorm_forward_args *a
   MOK_REQUIRE_POINTER(args->out, args->rows);
   MOK_REQUIRE_POINTER(args->rstd, args->rows);
   if (args->rows == 0) return MOK_OK;
+  const bool runs = runs_of_eight(args->columns, args->x, args->weight, static_cast<const char *>(args->out));
+  const unsigned grid = grid_of(args->rows, kRowWarps);
   for_precision(args->precision, [&](auto bf16) {
-    forward_kernel<bf16.value><<<grid_of(args->rows, kRowWarps), kRowThreads, 0, context->stream>>>(*args);
+    for_condition(runs, [&](auto eight) {
+      forward_kernel<decltype(bf16)::value, decltype(eight)::value><<<grid, kRowThreads, 0, context->stream>>>(*args);
+    });
   });
   MOK_LAUNCHED();
   return MOK_OK;
@@ -79,7 +140,10 @@ mok_status backward(const mok_context *context, const mok_rmsnorm_backward_args 
                           args->grad_weight));
   }
   if (args->rows == 0) return MOK_OK;
-  backward_kernel<<<grid_of(args->rows, kRowWarps), kRowThreads, 0, context->stream>>>(*args);
+  const bool runs = runs_of_eight(args->columns, args->x, args->weight, args->grad_out, args->addend, args->grad_x);
+  for_condition(runs, [&](auto eight) {
+    backward_kernel<decltype(eight)::value><<<grid_of(args->rows, kRowWarps), kRowThreads, 0, context->stream>>>(*args);
+  });
   MOK_LAUNCHED();
   return MOK_OK;
 }

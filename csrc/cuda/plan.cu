@@ -1,4 +1,6 @@
 // The routing plan (docs/arithmetic.md 10.3): rows for the experts, expert-major, then group, then token, from device data.
+#include <algorithm>
+
 #include "cuda/rows.cuh"
 
 namespace mok::cuda {
@@ -6,18 +8,47 @@ namespace {
 
 constexpr int32_t kSegmentRows = 16;  // (expert, group) segments are padded to multiples of it
 constexpr int kScanThreads = 1024;
+constexpr int64_t kPartSlots = 2048;  // of a part of a group: what one CTA assigns, about
 
-// The expert of a routed slot, -1 for a token of padding.
-__device__ __forceinline__ int32_t routed(const mok_routing_plan_args &args, int64_t slot) {
-  return args.token_mask[slot / args.top_k] != 0 ? args.expert_index[slot] : -1;
+// Parts of a group, so that slots are counted and assigned by many CTAs; and scratch memory.
+struct PlanParts {
+  int64_t part_tokens, parts;  // of a group
+  int32_t *routed;             // [slots] expert, -1: not routed
+  int32_t *part_counts;        // [groups, parts, experts] routed slots; then those of the group's earlier parts
+  int32_t *starts;             // [experts, groups] first row of a segment
+};
+
+__global__ void __launch_bounds__(kRowThreads)
+    count_kernel(const __grid_constant__ mok_routing_plan_args args, const __grid_constant__ PlanParts parts, Fault *fault) {
+  const int64_t slot = static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x;
+  if (slot >= args.tokens * args.top_k) return;
+  const int64_t token = slot / args.top_k;
+  int32_t expert = -1;
+  if (args.token_mask[token] != 0) {
+    expert = args.expert_index[slot];
+    if (!allowed(fault, FaultKind::kExpert, slot, expert, 0, args.experts - 1)) expert = -1;
+  }
+  parts.routed[slot] = expert;
+  if (expert < 0) return;
+  const int64_t part = token / args.group_tokens * parts.parts + token % args.group_tokens / parts.part_tokens;
+  atomicAdd(parts.part_counts + part * args.experts + expert, 1);
 }
 
-__global__ void __launch_bounds__(kRowThreads) count_kernel(const __grid_constant__ mok_routing_plan_args args, Fault *fault) {
-  const int64_t slot = static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x;
-  if (slot >= args.tokens * args.top_k || args.token_mask[slot / args.top_k] == 0) return;
-  const int32_t expert = args.expert_index[slot];
-  if (!allowed(fault, FaultKind::kExpert, slot, expert, 0, args.experts - 1)) return;
-  atomicAdd(args.counts + slot / args.top_k / args.group_tokens * args.experts + expert, 1);
+// A thread a segment: its count, and for each part how many slots the earlier parts have.
+__global__ void __launch_bounds__(kRowThreads)
+    sum_parts_kernel(const __grid_constant__ mok_routing_plan_args args, const __grid_constant__ PlanParts parts) {
+  const int64_t segment = static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x;
+  if (segment >= args.experts * args.groups) return;
+  const int64_t group = segment / args.experts;
+  int32_t *const own = parts.part_counts + group * parts.parts * args.experts + segment % args.experts;
+  int32_t sum = 0;
+#pragma unroll 8
+  for (int64_t part = 0; part < parts.parts; ++part) {
+    const int32_t count = own[part * args.experts];
+    own[part * args.experts] = sum;
+    sum += count;
+  }
+  args.counts[segment] = sum;
 }
 
 // starts[expert * groups + group] = rows of the segments before; expert_offsets. One CTA: a thread takes a run of segments.
@@ -55,27 +86,28 @@ __global__ void __launch_bounds__(kScanThreads)
   }
 }
 
-// A warp a segment: goes through the group's slots in order and gives those of its expert the next rows.
+// A CTA a part, a warp an expert: goes through the part's slots in order and gives those of the expert the next rows.
 __global__ void __launch_bounds__(kRowThreads)
-    assign_kernel(const __grid_constant__ mok_routing_plan_args args, const int32_t *starts) {
-  const int64_t segment = warp_row();
-  if (segment >= args.experts * args.groups) return;
-  const auto expert = static_cast<int32_t>(segment / args.groups);
-  const int64_t group = segment % args.groups;
-  const int64_t end = min(args.tokens, (group + 1) * args.group_tokens) * args.top_k;
-  int64_t row = starts[segment];
-  const int64_t row_end = row + args.counts[group * args.experts + expert];
-  for (int64_t first = group * args.group_tokens * args.top_k; first < end && row < row_end; first += 32) {
-    const int64_t slot = first + lane_index();
-    const bool mine = slot < end && routed(args, slot) == expert;
-    const uint32_t votes = __ballot_sync(kAllLanes, mine);
-    const int64_t own = row + __popc(votes & ((1u << lane_index()) - 1));
-    if (mine && own < args.rows_capacity) {
-      args.row_token[own] = static_cast<int32_t>(slot / args.top_k);
-      args.row_slot[own] = static_cast<int32_t>(slot);
-      args.slot_row[slot] = static_cast<int32_t>(own);
+    assign_kernel(const __grid_constant__ mok_routing_plan_args args, const __grid_constant__ PlanParts parts) {
+  const int64_t group = blockIdx.x / parts.parts;
+  const int64_t first_token = group * args.group_tokens + blockIdx.x % parts.parts * parts.part_tokens;
+  const int64_t last_token = min(min(args.tokens, (group + 1) * args.group_tokens), first_token + parts.part_tokens);
+  const int64_t end = last_token * args.top_k;
+  for (int64_t expert = threadIdx.x / 32; expert < args.experts; expert += kRowWarps) {
+    const int64_t row_end = parts.starts[expert * args.groups + group] + args.counts[group * args.experts + expert];
+    int64_t row = parts.starts[expert * args.groups + group] + parts.part_counts[blockIdx.x * args.experts + expert];
+    for (int64_t first = first_token * args.top_k; first < end && row < row_end; first += 32) {
+      const int64_t slot = first + lane_index();
+      const bool mine = slot < end && parts.routed[slot] == expert;
+      const uint32_t votes = __ballot_sync(kAllLanes, mine);
+      const int64_t own = row + __popc(votes & ((1u << lane_index()) - 1));
+      if (mine && own < args.rows_capacity) {
+        args.row_token[own] = static_cast<int32_t>(slot / args.top_k);
+        args.row_slot[own] = static_cast<int32_t>(slot);
+        args.slot_row[slot] = static_cast<int32_t>(own);
+      }
+      row += __popc(votes);
     }
-    row += __popc(votes);
   }
 }
 
@@ -105,20 +137,29 @@ mok_status plan(const mok_context *context, const mok_routing_plan_args *args) {
   const cudaStream_t stream = context->stream;
   const int64_t segments = args->experts * args->groups;
   const int64_t slots = args->tokens * args->top_k;
-  Scratch starts(stream);
-  MOK_TRY(starts.take(static_cast<size_t>(segments) * sizeof(int32_t)));
+  PlanParts parts = {};
+  parts.part_tokens = std::max<int64_t>(1, kPartSlots / args->top_k);
+  parts.parts = divide_up(std::min(args->group_tokens, std::max<int64_t>(1, args->tokens)), parts.part_tokens);
+  const int64_t part_counts = segments * parts.parts;
+  Scratch scratch(stream);
+  MOK_TRY(scratch.take(static_cast<size_t>(slots + part_counts + segments) * sizeof(int32_t)));
+  parts.routed = scratch.as<int32_t>();
+  parts.part_counts = parts.routed + slots;
+  parts.starts = parts.part_counts + part_counts;
   MOK_CUDA(cudaMemsetAsync(args->row_token, 0xFF, static_cast<size_t>(args->rows_capacity) * sizeof(int32_t), stream));
   MOK_CUDA(cudaMemsetAsync(args->row_slot, 0xFF, static_cast<size_t>(args->rows_capacity) * sizeof(int32_t), stream));
   MOK_CUDA(cudaMemsetAsync(args->slot_row, 0xFF, static_cast<size_t>(slots) * sizeof(int32_t), stream));
-  MOK_CUDA(cudaMemsetAsync(args->counts, 0, static_cast<size_t>(segments) * sizeof(int32_t), stream));
   if (slots > 0) {
-    count_kernel<<<grid_of(slots, kRowThreads), kRowThreads, 0, stream>>>(*args, context->fault);
+    MOK_CUDA(cudaMemsetAsync(parts.part_counts, 0, static_cast<size_t>(part_counts) * sizeof(int32_t), stream));
+    count_kernel<<<grid_of(slots, kRowThreads), kRowThreads, 0, stream>>>(*args, parts, context->fault);
+    MOK_LAUNCHED();
+    sum_parts_kernel<<<grid_of(segments, kRowThreads), kRowThreads, 0, stream>>>(*args, parts);
     MOK_LAUNCHED();
   }
-  scan_kernel<<<1, kScanThreads, 0, stream>>>(*args, starts.as<int32_t>(), context->fault);
+  scan_kernel<<<1, kScanThreads, 0, stream>>>(*args, parts.starts, context->fault);
   MOK_LAUNCHED();
   if (slots > 0) {
-    assign_kernel<<<grid_of(segments, kRowWarps), kRowThreads, 0, stream>>>(*args, starts.as<int32_t>());
+    assign_kernel<<<static_cast<unsigned>(args->groups * parts.parts), kRowThreads, 0, stream>>>(*args, parts);
     MOK_LAUNCHED();
   }
   return MOK_OK;

@@ -48,12 +48,8 @@ const TileRow &choose_tile(const mok_context &context, int64_t matrices, int64_t
 }
 
 ProductOperand operand(const Matrices &matrices, const int32_t *rows, int32_t share) {
-  return ProductOperand{static_cast<const uint16_t *>(matrices.base),
-                        matrices.pitch,
-                        matrices.groups == 1 ? 0 : matrices.group_elements,
-                        rows,
-                        share,
-                        matrices.aligned() ? 1 : 0};
+  const int64_t step = matrices.groups == 1 ? 0 : matrices.group_elements;
+  return ProductOperand{static_cast<const uint16_t *>(matrices.base), matrices.pitch, step, rows, share};
 }
 
 // One product of any form: operands as stored, the majorness that follows, outputs of `matrices` times m x n on average.
@@ -70,14 +66,12 @@ struct ProductCall {
 // rows of a copy box: stage_product.cuh, kCopyBoxRows
 int64_t copy_box_rows(bool mn, int64_t extent) { return mn ? 64 : std::min<int64_t>(extent, 128); }
 
-// How the stages are filled: TMA where it can read the operand. Gathered operands have kernels for the forms that mok.h gathers.
+// How the stages are filled: TMA, or 16-byte copies of gathered rows beside it; element by element where addresses allow neither.
 Loading choose_loading(const ProductCall &call) {
-  const bool engine_a = call.shape.k > 0 && call.a_rows == nullptr && call.a.aligned();
-  const bool engine_b = call.shape.k > 0 && call.b_rows == nullptr && call.b.aligned();
-  if (engine_a && engine_b) return Loading::kEngine;
-  if (engine_b && call.shape.form != ProductForm::kDense) return Loading::kGatherA;
-  if (engine_a && call.shape.form == ProductForm::kByDepth) return Loading::kGatherB;
-  return Loading::kThreads;
+  if (call.shape.k == 0 || !call.a.aligned() || !call.b.aligned()) return Loading::kThreads;
+  if (call.a_rows == nullptr && call.b_rows == nullptr) return Loading::kEngine;
+  if (call.b_rows == nullptr) return Loading::kGatherA;
+  return call.a_rows == nullptr ? Loading::kGatherB : Loading::kThreads;
 }
 
 mok_status run_bf16(const mok_context &context, const ProductCall &call) {

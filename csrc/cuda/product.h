@@ -25,7 +25,6 @@ struct ProductOperand {
   int64_t group_elements;  // from one group's matrix to the next
   const int32_t *rows;     // gathered rows, or NULL
   int32_t share;           // neighbouring output matrices of a batch that read the same matrix
-  int32_t aligned;         // every row starts at a multiple of 16 bytes
 };
 
 // Matrix of an operand that output matrix (or run) `group` reads: group / share of a batch, the run's B by rows, the only one by

@@ -15,17 +15,22 @@ template <class Tile, bool A_MN, bool B_MN, Loading LOADING>
 struct ProductLoaders {
   static constexpr bool kEngineA = LOADING == Loading::kEngine || LOADING == Loading::kGatherB;
   static constexpr bool kEngineB = LOADING == Loading::kEngine || LOADING == Loading::kGatherA;
+  static constexpr bool kAligned = LOADING != Loading::kThreads;
   using EngineA = EngineLoader<A_MN, Tile::kM, Tile::kCluster, false>;
   using EngineB = EngineLoader<B_MN, Tile::kN, Tile::kCluster, true>;
-  using A = std::conditional_t<kEngineA, EngineA, RowLoader<A_MN, Tile::kM>>;
-  using B = std::conditional_t<kEngineB, EngineB, RowLoader<B_MN, Tile::kN>>;
+  using A = std::conditional_t<kEngineA, EngineA, RowLoader<A_MN, Tile::kM, kAligned>>;
+  using B = std::conditional_t<kEngineB, EngineB, RowLoader<B_MN, Tile::kN, kAligned>>;
 };
 
-template <bool MN, int EXTENT>
-__device__ __forceinline__ RowLoader<MN, EXTENT> row_loader(const ProductOperand &operand, int32_t group, int32_t first,
-                                                            int32_t end) {
-  return RowLoader<MN, EXTENT>{
-      operand.base + group * operand.group_elements, operand.pitch, operand.rows, first, end, operand.aligned != 0, {}};
+template <class Loader>
+__device__ __forceinline__ Loader row_loader(const ProductOperand &operand, int32_t group, int32_t first, int32_t end) {
+  Loader loader;
+  loader.base = operand.base + group * operand.group_elements;
+  loader.pitch = operand.pitch;
+  loader.rows = operand.rows;
+  loader.first = first;
+  loader.end = end;
+  return loader;
 }
 
 template <class Tile, bool A_MN, bool B_MN, Loading LOADING>
@@ -48,12 +53,12 @@ __device__ __forceinline__ void product_producer(const StageRing<Tile> &ring,
     if constexpr (Loaders::kEngineA) {
       load_a = {map_a, work.row, a_matrix};
     } else {
-      load_a = row_loader<A_MN, Tile::kM>(arguments.a, a_matrix, work.row, work.row_end);
+      load_a = row_loader<typename Loaders::A>(arguments.a, a_matrix, work.row, work.row_end);
     }
     if constexpr (Loaders::kEngineB) {
       load_b = {map_b, work.column, b_matrix};
     } else {
-      load_b = row_loader<B_MN, Tile::kN>(arguments.b, b_matrix, work.column, arguments.shape.n);
+      load_b = row_loader<typename Loaders::B>(arguments.b, b_matrix, work.column, arguments.shape.n);
     }
     produce(ring, at, work.k, work.k_end, load_a, load_b);
   }

@@ -8,6 +8,7 @@
 #include "common/sums.h"
 #include "cpu/checks.h"
 #include "cuda/context.h"
+#include "cuda/ptx.cuh"
 
 namespace mok::cuda {
 
@@ -75,16 +76,39 @@ __device__ __forceinline__ float fold_threads(float value) {
   return f32::add(value, __shfl_xor_sync(kAllLanes, value, 4));
 }
 
-// RowSum (5.2) of at most 32 segments from column `start`: four segments at a time, 8 threads each.
-template <typename Enter>
-__device__ __forceinline__ float warp_row_sum_part(int64_t start, int64_t columns, const Enter &enter) {
+// RowSum (5.2) of at most 32 segments from column `start`, four at a time, 8 threads each. lane_sum(column) gives the calling
+// thread's lane of the segment that starts at `column`.
+template <typename LaneSum>
+__device__ __forceinline__ float warp_segments(int64_t start, int64_t columns, const LaneSum &lane_sum) {
   const int32_t lane = lane_index();
   const auto segments = static_cast<int32_t>(min((columns - start + kSegmentColumns - 1) / kSegmentColumns, int64_t{32}));
   float mine = 0.0f;  // lane s keeps segment s
   for (int32_t first = 0; first < segments; first += 4) {
-    const int64_t column = start + (first + lane / 8) * kSegmentColumns + lane % 8;
+    const float sum = fold_threads(lane_sum(start + (first + lane / 8) * kSegmentColumns));
+    const float segment = __shfl_sync(kAllLanes, sum, lane % 4 * 8);
+    mine = lane / 4 * 4 == first ? segment : mine;
+  }
+  return lanes_tree(mine, segments);
+}
+
+// RowSum by one warp from lane sums; the result in every lane.
+template <typename LaneSum>
+__device__ __forceinline__ float warp_sum_of_lanes(int64_t columns, const LaneSum &lane_sum) {
+  constexpr int64_t part = 32 * kSegmentColumns;
+  if (columns <= part) return warp_segments(0, columns, lane_sum);
+  TreeSum tree;
+  tree_start(&tree);
+  for (int64_t start = 0; start < columns; start += part) tree_add(&tree, warp_segments(start, columns, lane_sum));
+  return tree_result(&tree);
+}
+
+// RowSum by one warp: enter(sum, column) returns the sum with that column's term.
+template <typename Enter>
+__device__ __forceinline__ float warp_row_sum(int64_t columns, const Enter &enter) {
+  return warp_sum_of_lanes(columns, [&](int64_t segment) {
+    const int64_t column = segment + lane_index() % 8;
     float sum = 0.0f;
-    if (column - lane % 8 + kSegmentColumns <= columns) {
+    if (segment + kSegmentColumns <= columns) {
 #pragma unroll
       for (int32_t j = 0; j < kSegmentColumns; j += kLanes) sum = enter(sum, column + j);
     } else {
@@ -92,21 +116,76 @@ __device__ __forceinline__ float warp_row_sum_part(int64_t start, int64_t column
         if (column + j < columns) sum = enter(sum, column + j);
       }
     }
-    sum = __shfl_sync(kAllLanes, fold_threads(sum), lane % 4 * 8);
-    mine = lane / 4 * 4 == first ? sum : mine;
-  }
-  return lanes_tree(mine, segments);
+    return sum;
+  });
 }
 
-// RowSum (5.2) by one warp: enter(sum, column) returns the sum with that column's term. The result in every lane.
-template <typename Enter>
-__device__ __forceinline__ float warp_row_sum(int64_t columns, const Enter &enter) {
-  constexpr int64_t part = 32 * kSegmentColumns;
-  if (columns <= part) return warp_row_sum_part(0, columns, enter);
-  TreeSum tree;
-  tree_start(&tree);
-  for (int64_t start = 0; start < columns; start += part) tree_add(&tree, warp_row_sum_part(start, columns, enter));
-  return tree_result(&tree);
+// Value i of thread t becomes value t of thread i, among 8 neighbouring threads.
+__device__ __forceinline__ void transpose_eight(float (&value)[8]) {
+#pragma unroll
+  for (int step = 1; step < 8; step *= 2) {
+    const bool upper = (threadIdx.x & step) != 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if ((i & step) != 0) continue;
+      const float other = __shfl_xor_sync(kAllLanes, upper ? value[i] : value[i + step], step);
+      (upper ? value[i] : value[i + step]) = other;
+    }
+  }
+}
+
+// RowSum of products for rows that are read in runs of eight columns: terms(column, a, b) gives those of columns column .. column
+// + 7. `columns` is a multiple of 8. A thread's run is one term of each lane; columns that aren't there count as 0 * 0, which
+// changes nothing.
+template <typename Terms>
+__device__ __forceinline__ float warp_row_sum_runs(int64_t columns, const Terms &terms) {
+  return warp_sum_of_lanes(columns, [&](int64_t segment) {
+    const int64_t column = segment + lane_index() % 8 * 8;
+    float a[8] = {};
+    float b[8] = {};
+    if (column < columns) terms(column, a, b);
+    transpose_eight(a);
+    transpose_eight(b);
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum = f32::fma(a[i], b[i], sum);
+    return sum;
+  });
+}
+
+// Eight fp32, or eight operands as fp32, at a multiple of 8 elements of an array that starts at a multiple of 16 bytes.
+__device__ __forceinline__ void load_eight(float (&value)[8], const float *from) {
+  const float4 low = *reinterpret_cast<const float4 *>(from);
+  const float4 high = *reinterpret_cast<const float4 *>(from + 4);
+  value[0] = low.x, value[1] = low.y, value[2] = low.z, value[3] = low.w;
+  value[4] = high.x, value[5] = high.y, value[6] = high.z, value[7] = high.w;
+}
+template <bool BF16>
+__device__ __forceinline__ void load_eight_operands(float (&value)[8], const void *base, int64_t i) {
+  if constexpr (BF16) {
+    const uint4 words = *reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(base) + i);
+    const uint32_t word[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+    for (int j = 0; j < 8; ++j) value[j] = from_bf16(static_cast<uint16_t>(word[j / 2] >> (j % 2 * 16)));
+  } else {
+    load_eight(value, static_cast<const float *>(base) + i);
+  }
+}
+__device__ __forceinline__ void store_eight(float *to, const float (&value)[8]) {
+  *reinterpret_cast<float4 *>(to) =
+      make_float4(f32::canonical(value[0]), f32::canonical(value[1]), f32::canonical(value[2]), f32::canonical(value[3]));
+  *reinterpret_cast<float4 *>(to + 4) =
+      make_float4(f32::canonical(value[4]), f32::canonical(value[5]), f32::canonical(value[6]), f32::canonical(value[7]));
+}
+template <bool BF16>
+__device__ __forceinline__ void store_eight_operands(void *base, int64_t i, const float (&value)[8]) {
+  if constexpr (BF16) {
+    *reinterpret_cast<uint4 *>(static_cast<uint16_t *>(base) + i) =
+        make_uint4(packed_bf16(value[0], value[1]), packed_bf16(value[2], value[3]), packed_bf16(value[4], value[5]),
+                   packed_bf16(value[6], value[7]));
+  } else {
+    store_eight(static_cast<float *>(base) + i, value);
+  }
 }
 
 // A float's bits as an integer of the same order, -0 below +0. It is its own inverse on the bits.
@@ -125,14 +204,26 @@ constexpr int32_t kOrderedMinusInfinity = static_cast<int32_t>(0x807FFFFF);  // 
 // CTAs of kRowThreads for `count` units of work, `each` a CTA.
 inline unsigned grid_of(int64_t count, int64_t each) { return static_cast<unsigned>(divide_up(count, each)); }
 
-// Calls body(std::true_type) for bf16, body(std::false_type) for fp32.
+// Whether rows of `columns` elements can be read in runs of eight: sizes and the start of every array (NULL: not used).
+template <typename... Pointers>
+bool runs_of_eight(int64_t columns, const Pointers *...pointers) {
+  return columns % 8 == 0 && ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);
+}
+
+// Calls body(std::true_type) if `condition`, else body(std::false_type).
 template <typename Body>
-void for_precision(int32_t precision, const Body &body) {
-  if (precision == MOK_BF16) {
+void for_condition(bool condition, const Body &body) {
+  if (condition) {
     body(std::true_type{});
   } else {
     body(std::false_type{});
   }
+}
+
+// Calls body(std::true_type) for bf16, body(std::false_type) for fp32.
+template <typename Body>
+void for_precision(int32_t precision, const Body &body) {
+  for_condition(precision == MOK_BF16, body);
 }
 
 }  // namespace mok::cuda

@@ -151,7 +151,8 @@ struct EngineLoader {
 
 // Through the producer threads: rows gathered by index, or operands whose address or row pitch TMA can't read. The same bytes end
 // up in shared memory. load() is called for ascending k; begin() once before.
-template <bool MN, int EXTENT>
+// ALIGNED: rows start at multiples of 16 bytes; else elements are loaded one by one.
+template <bool MN, int EXTENT, bool ALIGNED>
 struct RowLoader {
   static constexpr int kEngineBytes = 0;
   static constexpr int kChunks = kRowBytes / 16;  // of a row: one thread each
@@ -159,48 +160,53 @@ struct RowLoader {
   static constexpr int kPasses = EXTENT / kRowsOfPass;                         // chunks of a thread and stage
   static constexpr int kIndices = (MN ? kRowElements : EXTENT) / kRowsOfPass;  // rows of a thread and stage
 
-  const uint16_t *base;     // of the group
-  int64_t pitch;            // elements between rows
-  const int32_t *rows;      // row of the operand for each row of the product, -1: zeros; or NULL: the same row
-  int32_t first, end;       // output rows (or columns) of the tile, and where the operand ends
-  bool aligned;             // rows start at multiples of 16 bytes
-  int32_t index[kIndices];  // operand rows of the next stage, -1: zeros (K-major: of every stage)
+  const uint16_t *base;  // of the group
+  int64_t pitch;         // elements between rows
+  const int32_t *rows;   // row of the operand for each row of the product, -1: zeros; or NULL: the same row
+  int32_t first, end;    // output rows (or columns) of the tile, and where the operand ends
+  // This thread's rows of the next stage (K-major: of every stage), and a bit for each that is there (else it is zeros). One warp
+  // on each scheduler feeds the tensor cores: what a stage needs beside its copies is computed once.
+  const uint16_t *from[kIndices];
+  uint32_t present;
 
-  __device__ __forceinline__ void begin(int32_t k, int32_t k_end) { MN ? fetch_indices(k, k_end) : fetch_indices(first, end); }
+  __device__ __forceinline__ void begin(int32_t k, int32_t k_end) { MN ? find_rows(k, k_end) : find_rows(first, end); }
 
   __device__ __forceinline__ void load(uint32_t destination, int32_t k, int32_t k_end, uint32_t full) {
     const int32_t chunk = threadIdx.x % kChunks;
     const int32_t thread_row = threadIdx.x % kProducers / kChunks;
+    const uint32_t to = destination + swizzled(thread_row, chunk);  // a pass is 16 rows: the same swizzle
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-      const int32_t row = pass * kRowsOfPass + thread_row;  // in shared memory
-      const int32_t column = MN ? first + row / kRowElements * kRowElements + 8 * chunk : k + 8 * chunk;
-      const int32_t left = (MN ? end : k_end) - column;
-      const int32_t source = index[pass % kIndices];
-      const int32_t count = source < 0 || left < 0 ? 0 : min(8, left);
-      const uint16_t *from = base + (count > 0 ? source * pitch + column : 0);
-      if (aligned) {
-        copy_16_bytes(destination + swizzled(row, chunk), from, count * 2);
+      const int32_t row = pass % kIndices;
+      const int32_t offset = MN ? pass / kIndices * kRowElements : k;
+      const int32_t left = MN ? end - first - 8 * chunk - offset : k_end - k - 8 * chunk;
+      const int32_t count = max(0, min(8, left)) & -static_cast<int32_t>(present >> row & 1);
+      if constexpr (ALIGNED) {
+        copy_16_bytes(to + pass * kRowsOfPass * kRowBytes, from[row] + offset, 2 * count);
       } else {
-        copy_elements(destination + swizzled(row, chunk), from, count);
+        copy_elements(to + pass * kRowsOfPass * kRowBytes, from[row] + offset, count);
       }
     }
-    if (aligned) {
+    if constexpr (ALIGNED) {
       barrier_arrive_after_copies(full);
     } else {
       barrier_arrive(full);
     }
     if constexpr (MN) {
-      fetch_indices(k + kStageDepth, k_end);
+      find_rows(k + kStageDepth, k_end);
     }
   }
 
  private:
-  __device__ __forceinline__ void fetch_indices(int32_t begin_row, int32_t end_row) {
+  __device__ __forceinline__ void find_rows(int32_t begin_row, int32_t end_row) {
+    const int32_t column = static_cast<int32_t>(threadIdx.x % kChunks) * 8 + (MN ? first : 0);
+    present = 0;
 #pragma unroll
     for (int i = 0; i < kIndices; ++i) {
       const int32_t row = begin_row + i * kRowsOfPass + static_cast<int32_t>(threadIdx.x % kProducers / kChunks);
-      index[i] = row >= end_row ? -1 : rows == nullptr ? row : __ldg(rows + row);
+      const int32_t source = row >= end_row ? -1 : rows == nullptr ? row : __ldg(rows + row);
+      present |= source >= 0 ? 1u << i : 0u;
+      from[i] = base + max(source, 0) * pitch + column;
     }
   }
 

@@ -194,7 +194,7 @@ class StepProgress(AbstractContextManager["StepProgress"]):
         told = self._told(step, loss)
         self._bar.update(self._task, completed=step, told=told)
         now = time.monotonic()
-        if self._lines and not self._quiet and (step == self._steps or now - self._said_at >= LINE_SECONDS):
+        if self._lines and not self._quiet and step > 0 and (step == self._steps or now - self._said_at >= LINE_SECONDS):
             self._said_at = now
             show(f"{self._label}  step {step}/{self._steps}  {told}")
 

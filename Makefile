@@ -6,6 +6,7 @@ PYTHON ?= python3
 STAMPS := $(VENV)/stamps
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+CHECK = told=$$($(BIN)/python -m pip check) || { echo "$$told"; exit 1; }
 SOURCES := $(shell find csrc -type f)
 PACKAGES := -p mok_service -p mok_api -p mok_workers
 
@@ -17,6 +18,7 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(STAMPS)/project ## make a virtual environment, build the native library, install the command mok
+	@$(CHECK)
 
 demo: install ## train a tiny model through the service, rerun it, compare every step
 	@$(BIN)/mok demo
@@ -25,6 +27,7 @@ test: lint ## all tests, after ruff, mypy and the import contracts
 	$(BIN)/python -m pytest
 
 lint: $(STAMPS)/test ## ruff, mypy and the import contracts
+	@$(CHECK)
 	$(BIN)/ruff check .
 	$(BIN)/mypy $(PACKAGES)
 	$(BIN)/lint-imports --no-logo
@@ -90,13 +93,11 @@ $(STAMPS)/run: requirements/lock.txt $(STAMPS)/torch
 $(STAMPS)/project: pyproject.toml $(SOURCES) $(STAMPS)/run | $(STAMPS)/compiler
 	@echo "Building the native library ..."
 	@$(PIP) install --no-deps --no-build-isolation --editable .
-	@$(PIP) check
 	@touch $@
 
 $(STAMPS)/test: requirements/lock-test.txt $(STAMPS)/project
 	@echo "Installing what the tests need ..."
 	@$(PIP) install --no-deps --require-hashes -r $<
-	@$(PIP) check
 	@touch $@
 
 # Every package of the project and its build but torch: $(1) extras, $(2) file, $(3) further inputs.

@@ -398,13 +398,6 @@ bool window_suffices(const BlockInfo *a, const BlockInfo *b, const float *c, con
 #endif
 }
 
-// Asks for part `part` of `parts` of a block that will be read soon.
-void prefetch_part(const ColumnBlock *block, int64_t part, int64_t parts) {
-  const char *const from = reinterpret_cast<const char *>(block);
-  const int64_t lines = static_cast<int64_t>(sizeof(ColumnBlock) / 64);
-  for (int64_t line = part * lines / parts; line < (part + 1) * lines / parts; ++line) __builtin_prefetch(from + line * 64);
-}
-
 // c[groups * kGroup][kPanel] goes on over `blocks` blocks of depths; plain: states of all rows.
 void bf16_multiply(const Scales *scales, int64_t groups, int64_t blocks, const BlockInfo *a_info, const RowBlock *a,
                    const BlockInfo *b_info, const ColumnBlock *b, const Output *output, float *c, uint8_t *plain) {
@@ -412,7 +405,7 @@ void bf16_multiply(const Scales *scales, int64_t groups, int64_t blocks, const B
   window_rounding();
   for (int64_t p = 0; p < blocks; ++p, ++b, ++b_info) {
     for (int64_t g = 0; g < groups; ++g, ++a, ++a_info) {
-      prefetch_part(b + 1, g, groups);  // of the last block of a panel: harmless
+      prefetch_part(b + 1, sizeof(ColumnBlock), g, groups);
       if (p + 1 == blocks) prefetch_output(output, g * kGroup, kGroup);
       float *const tile = c + g * kGroup * kPanel;
       uint8_t *const states = plain + g * kGroup * kVectors;

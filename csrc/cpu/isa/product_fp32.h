@@ -14,9 +14,10 @@ constexpr int kFp32Rows = MOK_ISA_LEVEL >= 3 ? 12 : 6;  // of a kernel: accumula
 constexpr int kFp32Columns = 2 * kLanes;
 constexpr int64_t kFp32Depth = 256;  // a block of a panel (32 KiB with AVX-512) stays in the first cache
 
-// c[ROWS][VECTORS * kLanes] goes on over `depth` depths; rows of c are kFp32Columns floats apart.
+// c[ROWS][VECTORS * kLanes] goes on over `depth` depths; rows of c are kFp32Columns floats apart. `soon`: 64 bytes a depth of what
+// will be read next, to be fetched by then.
 template <int ROWS, int VECTORS>
-void fp32_kernel(int64_t depth, const float *a, const float *b, float *c) {
+void fp32_kernel(int64_t depth, const float *a, const float *b, const unsigned char *soon, float *c) {
   Floats acc[ROWS][VECTORS];
 #pragma GCC unroll 16
   for (int i = 0; i < ROWS; ++i) {
@@ -33,8 +34,10 @@ void fp32_kernel(int64_t depth, const float *a, const float *b, float *c) {
 #pragma GCC unroll 2
       for (int v = 0; v < VECTORS; ++v) acc[i][v] = multiply_add(x, y[v], acc[i][v]);
     }
+    __builtin_prefetch(soon, 0, 2);
     a += ROWS;
     b += VECTORS * kLanes;
+    soon += 64;
   }
 #pragma GCC unroll 16
   for (int i = 0; i < ROWS; ++i) {
@@ -43,7 +46,7 @@ void fp32_kernel(int64_t depth, const float *a, const float *b, float *c) {
   }
 }
 
-typedef void (*Fp32Kernel)(int64_t depth, const float *a, const float *b, float *c);
+typedef void (*Fp32Kernel)(int64_t depth, const float *a, const float *b, const unsigned char *soon, float *c);
 
 constexpr Fp32Kernel kFp32Kernels[][2] = {
     {fp32_kernel<1, 1>, fp32_kernel<1, 2>},   {fp32_kernel<2, 1>, fp32_kernel<2, 2>},   {fp32_kernel<3, 1>, fp32_kernel<3, 2>},
@@ -91,16 +94,18 @@ void fp32_pack_rows(const mok::ProductOperand *a, int64_t first_row, int64_t m, 
 void fp32_multiply(int64_t m, int64_t columns, int64_t depths, int64_t block, const float *a, const float *b, const Output *output,
                    float *c) {
   const int64_t groups = blocks_of(m, kFp32Rows);
-  const int vectors = fp32_vectors(columns);
+  const int64_t vectors = fp32_vectors(columns), width = vectors * kLanes;
   for (int64_t p = 0; p < depths; p += block) {
     const int64_t p_count = least(block, depths - p);
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t row = fp32_group(m, groups, g), rows = fp32_group(m, groups, g + 1) - row;
       if (p + block >= depths) prefetch_output(output, row, rows);
-      kFp32Kernels[rows - 1][vectors - 1](p_count, a, b, c + row * kFp32Columns);
+      // The first groups ask for the block of the panel, or the panel, that comes after this one.
+      const float *const soon = g * 64 < width * 4 ? b + p_count * width + g * p_count * 16 : b;
+      kFp32Kernels[rows - 1][vectors - 1](p_count, a, b, reinterpret_cast<const unsigned char *>(soon), c + row * kFp32Columns);
       a += rows * p_count;
     }
-    b += p_count * vectors * kLanes;
+    b += p_count * width;
   }
 }
 

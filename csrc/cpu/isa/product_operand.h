@@ -34,6 +34,14 @@ void prefetch_output(const Output *output, int64_t row, int64_t rows) {
   }
 }
 
+// Asks for part `part` of `parts` of `bytes` bytes that will be read soon; memory behind the last of them may not exist.
+void prefetch_part(const void *from, int64_t bytes, int64_t part, int64_t parts) {
+  const int64_t lines = bytes / 64;
+  for (int64_t line = part * lines / parts; line < (part + 1) * lines / parts; ++line) {
+    __builtin_prefetch(static_cast<const unsigned char *>(from) + line * 64);
+  }
+}
+
 // Line `line` from its element `first` on, or nullptr for a line of zeros.
 const void *operand_line(const mok::ProductOperand *operand, int32_t precision, int64_t line, int64_t first) {
   if (operand->lines != nullptr) line = operand->lines[line];

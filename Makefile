@@ -6,8 +6,12 @@ PYTHON ?= python3
 STAMPS := $(VENV)/stamps
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# After an installation that was interrupted, packages that pip takes for whole may lack files: they are installed anew.
+install = again=; if [ -e $@.unfinished ]; then again=--force-reinstall; fi; \
+	touch $@.unfinished && $(PIP) install $$again $(1) && rm $@.unfinished && touch $@
 CHECK = told=$$($(BIN)/python -m pip check) || { echo "$$told"; exit 1; }
 SOURCES := $(shell find csrc -type f)
+TORCH := torch>=2.9,<3
 PACKAGES := -p mok_service -p mok_api -p mok_workers
 
 .DEFAULT_GOAL := help
@@ -82,13 +86,12 @@ $(STAMPS)/compiler:
 # torch comes first and by range, since one hashed lock can't serve both its CPU and its CUDA build.
 $(STAMPS)/torch: requirements/torch-cpu.txt | $(BIN)/python
 	@echo "Installing torch ..."
-	@if command -v nvidia-smi >/dev/null; then $(PIP) install 'torch>=2.9,<3'; else $(PIP) install -r $<; fi
-	@mkdir -p $(STAMPS) && touch $@
+	@mkdir -p $(STAMPS)
+	@if command -v nvidia-smi >/dev/null; then $(call install,'$(TORCH)'); else $(call install,-r $<); fi
 
 $(STAMPS)/run: requirements/lock.txt $(STAMPS)/torch
 	@echo "Installing what the lock names ..."
-	@$(PIP) install --no-deps --require-hashes -r $<
-	@touch $@
+	@$(call install,--no-deps --require-hashes -r $<)
 
 $(STAMPS)/project: pyproject.toml $(SOURCES) $(STAMPS)/run | $(STAMPS)/compiler
 	@echo "Building the native library ..."
@@ -97,8 +100,7 @@ $(STAMPS)/project: pyproject.toml $(SOURCES) $(STAMPS)/run | $(STAMPS)/compiler
 
 $(STAMPS)/test: requirements/lock-test.txt $(STAMPS)/project
 	@echo "Installing what the tests need ..."
-	@$(PIP) install --no-deps --require-hashes -r $<
-	@touch $@
+	@$(call install,--no-deps --require-hashes -r $<)
 
 # Every package of the project and its build but torch: $(1) extras, $(2) file, $(3) further inputs.
 define compile

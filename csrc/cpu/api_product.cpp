@@ -1,3 +1,4 @@
+#include <utility>
 #include <vector>
 
 #include "cpu/checks.h"
@@ -17,6 +18,8 @@ struct Unit {
   mok::ProductOperand a, b;
   int64_t first_row, m, n, k;
   void *c;
+  int64_t ldc;
+  int32_t turned;  // c is its transpose
   const float *initial, *addend;
 };
 
@@ -25,7 +28,7 @@ struct Call {
   mok_context *context;
   const ProductTable *table;
   int32_t precision, out_bf16;
-  int64_t ldc, panel_columns;
+  int64_t panel_columns;
 };
 
 // Columns of a unit that are packed together: `panels` panels from column `first` on.
@@ -96,7 +99,8 @@ Element *at_element(Element *base, int64_t offset) {
 mok::ProductRows rows_of_task(const Call &call, const Task &task) {
   const Piece &piece = *task.piece;
   const Unit &unit = *piece.unit;
-  const int64_t column = task.panel * call.panel_columns, offset = task.row * call.ldc + piece.first + column;
+  const int64_t column = task.panel * call.panel_columns, first = piece.first + column;
+  const int64_t offset = unit.turned != 0 ? first * unit.ldc + task.row : task.row * unit.ldc + first;
   mok::ProductRows rows = {};
   rows.precision = call.precision;
   rows.out_bf16 = call.out_bf16;
@@ -109,7 +113,8 @@ mok::ProductRows rows_of_task(const Call &call, const Task &task) {
   rows.panels = call.context->packed.data() + piece.offset + static_cast<size_t>(task.panel) * piece.panel_bytes;
   rows.panel_columns = call.panel_columns;
   rows.c = static_cast<unsigned char *>(unit.c) + offset * (call.out_bf16 != 0 ? 2 : 4);
-  rows.ldc = call.ldc;
+  rows.ldc = unit.ldc;
+  rows.turned = unit.turned;
   rows.initial = at_element(unit.initial, offset);
   rows.addend = at_element(unit.addend, offset);
   return rows;
@@ -137,10 +142,19 @@ mok_status run_batch(const Call &call, const Batch &batch, const std::vector<Tas
   });
 }
 
+// C^T = B^T A^T: the same chains. Worth it where a panel would hold few columns, as in a router.
+void turn_narrow(const Call &call, Unit *unit) {
+  if (call.precision != MOK_BF16 || unit->first_row != 0 || unit->n * 2 > call.panel_columns || unit->m < unit->n * 4) return;
+  std::swap(unit->a, unit->b);
+  std::swap(unit->m, unit->n);
+  unit->turned = 1;
+}
+
 // All products of a call. Every byte of memory is there before the first output is written.
-mok_status run_units(mok_context *context, int32_t precision, int32_t out_bf16, int64_t ldc, const std::vector<Unit> &units) {
+mok_status run_units(mok_context *context, int32_t precision, int32_t out_bf16, std::vector<Unit> units) {
   const ProductTable &table = MOK_ISA_PICK(context->isa, product_table);
-  const Call call = {context, &table, precision, out_bf16, ldc, table.panel_columns(precision, context->tile_limit)};
+  const Call call = {context, &table, precision, out_bf16, table.panel_columns(precision, context->tile_limit)};
+  for (Unit &unit : units) turn_narrow(call, &unit);
   const std::vector<Batch> batches = plan_batches(call, units);
   std::vector<std::vector<Task>> tasks;
   size_t scratch = 0, packed = 0;
@@ -220,8 +234,8 @@ extern "C" MOK_API mok_status mok_product(mok_context *context, const mok_produc
     MOK_TRY(check_product(args));
     const mok::ProductOperand a = {args->a, args->lda, nullptr, args->trans_a == 0};
     const mok::ProductOperand b = {args->b, args->ldb, nullptr, args->trans_b != 0};
-    const Unit unit = {a, b, 0, args->m, args->n, args->k, args->c, args->initial, args->addend};
-    return run_units(context, args->precision, args->out_bf16, args->ldc, {unit});
+    const Unit unit = {a, b, 0, args->m, args->n, args->k, args->c, args->ldc, 0, args->initial, args->addend};
+    return run_units(context, args->precision, args->out_bf16, {unit});
   });
 }
 
@@ -241,9 +255,9 @@ extern "C" MOK_API mok_status mok_grouped_product_by_rows(mok_context *context, 
       const mok::ProductOperand b = {operand_offset(args->b, args->precision, g * args->n * args->k),
                                      args->trans_b != 0 ? args->k : args->n, nullptr, args->trans_b};
       void *const c = static_cast<unsigned char *>(args->c) + first * args->n * (args->out_bf16 != 0 ? 2 : 4);
-      units.push_back({a, b, first, rows, args->n, args->k, c, nullptr, nullptr});
+      units.push_back({a, b, first, rows, args->n, args->k, c, args->n, 0, nullptr, nullptr});
     }
-    return run_units(context, args->precision, args->out_bf16, args->n, units);
+    return run_units(context, args->precision, args->out_bf16, std::move(units));
   });
 }
 
@@ -266,8 +280,9 @@ extern "C" MOK_API mok_status mok_grouped_product_by_depth(mok_context *context,
         return {operand_offset(data, args->precision, first * width), width, nullptr, 0};
       };
       units.push_back({operand(args->a, args->m, args->a_rows), operand(args->b, args->n, args->b_rows), 0, args->m, args->n, rows,
-                       static_cast<float *>(args->c) + offset, args->initial == nullptr ? nullptr : args->initial + offset, nullptr});
+                       static_cast<float *>(args->c) + offset, args->n, 0, args->initial == nullptr ? nullptr : args->initial + offset,
+                       nullptr});
     }
-    return run_units(context, args->precision, 0, args->n, units);
+    return run_units(context, args->precision, 0, std::move(units));
   });
 }

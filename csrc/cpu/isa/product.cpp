@@ -75,15 +75,20 @@ size_t rows_scratch(int32_t precision, int64_t m, int64_t n, int64_t k, int64_t 
   return work_bytes(&work, work.panels);
 }
 
+// Element [i, j] of c.
+int64_t output_offset(const mok::ProductRows *product, int64_t i, int64_t j) {
+  return product->turned != 0 ? j * product->ldc + i : i * product->ldc + j;
+}
+
 // Accumulators of a panel before the chain: the initial values or +0; rows and columns that don't exist are +0.
 void start_tile(const mok::ProductRows *product, const Work *work, int64_t column, int64_t columns, const Scales *scales, float *tile,
                 uint8_t *plain) {
   const int64_t width = panel_width(product->precision);
   memset(tile, 0, work->tile_bytes);
-  if (product->initial != nullptr) {
-    for (int64_t i = 0; i < product->m; ++i) {
-      memcpy(tile + i * width, product->initial + i * product->ldc + column, static_cast<size_t>(columns) * sizeof(float));
-    }
+  for (int64_t i = 0; i < product->m && product->initial != nullptr; ++i) {
+    const float *const from = product->initial + output_offset(product, i, column);
+    const int64_t stride = product->turned != 0 ? product->ldc : 1;
+    for (int64_t j = 0; j < columns; ++j) tile[i * width + j] = from[j * stride];
   }
   if (product->precision != MOK_BF16) return;
   memset(plain, scales->window ? 0 : 1, work->state_bytes);
@@ -91,6 +96,7 @@ void start_tile(const mok::ProductRows *product, const Work *work, int64_t colum
   for (int64_t s = 0; s < work->tile_rows * kVectors; ++s) plain[s] = enter_window(scales, tile + s * kTile) ? 0 : 1;
 }
 
+// Finished chains of a row to the output: + 0.0f, the addend, the output's type (4.3, 4.4).
 void finish_row_fp32(const float *from, int64_t columns, const float *addend, float *to) {
   if (addend != nullptr) {
     for (int64_t j = 0; j < columns; ++j) to[j] = mok::f32::canonical(addend[j] + (from[j] + 0.0f));
@@ -107,22 +113,35 @@ void finish_row_bf16(const float *from, int64_t columns, const float *addend, ui
   }
 }
 
-// Finished chains to the output: + 0.0f, the addend, the output's type (4.3, 4.4).
+// The same for columns `stride` apart.
+void finish_apart(bool out_bf16, const float *from, int64_t columns, const float *addend, int64_t stride, void *to) {
+  float values[kPanel > kFp32Columns ? kPanel : kFp32Columns];
+  for (int64_t j = 0; j < columns; ++j) values[j] = addend != nullptr ? addend[j * stride] + (from[j] + 0.0f) : from[j] + 0.0f;
+  for (int64_t j = 0; j < columns; ++j) {
+    if (out_bf16) {
+      static_cast<uint16_t *>(to)[j * stride] = mok::to_bf16(values[j]);
+    } else {
+      static_cast<float *>(to)[j * stride] = mok::f32::canonical(values[j]);
+    }
+  }
+}
+
 void finish_tile(const mok::ProductRows *product, int64_t column, int64_t columns, const Scales *scales, float *tile, const uint8_t *plain) {
   const int64_t width = panel_width(product->precision);
   for (int64_t i = 0; i < product->m; ++i) {
     float *const from = tile + i * width;
-    if (product->precision == MOK_BF16) {
-      for (int v = 0; v < kVectors; ++v) {
-        if (plain[i * kVectors + v] == 0) leave_window(scales, from + v * kTile);
-      }
+    for (int v = 0; v < kVectors && product->precision == MOK_BF16; ++v) {
+      if (plain[i * kVectors + v] == 0) leave_window(scales, from + v * kTile);
     }
-    const int64_t at = i * product->ldc + column;
+    const int64_t at = output_offset(product, i, column);
     const float *const addend = product->addend != nullptr ? product->addend + at : nullptr;
-    if (product->out_bf16 != 0) {
-      finish_row_bf16(from, columns, addend, static_cast<uint16_t *>(product->c) + at);
+    void *const to = static_cast<unsigned char *>(product->c) + at * (product->out_bf16 != 0 ? 2 : 4);
+    if (product->turned != 0) {
+      finish_apart(product->out_bf16 != 0, from, columns, addend, product->ldc, to);
+    } else if (product->out_bf16 != 0) {
+      finish_row_bf16(from, columns, addend, static_cast<uint16_t *>(to));
     } else {
-      finish_row_fp32(from, columns, addend, static_cast<float *>(product->c) + at);
+      finish_row_fp32(from, columns, addend, static_cast<float *>(to));
     }
   }
 }
@@ -169,7 +188,7 @@ void product_rows(const mok::ProductRows *product, mok::Scratch *scratch) {
       const Scales scales = bf16 ? make_scales(&header, reinterpret_cast<const Header *>(panel), k) : Scales{};
       const int64_t element = product->out_bf16 != 0 ? 2 : 4;
       const unsigned char *const out = static_cast<const unsigned char *>(product->c) + j * element;
-      const Output output = {last ? out : nullptr, product->ldc * element, held * element, product->m};
+      const Output output = {last && product->turned == 0 ? out : nullptr, product->ldc * element, held * element, product->m};
       if (first) start_tile(product, &work, j, held, &scales, tile, plain);
       if (bf16) {
         const int64_t block = depth / kBlock;

@@ -27,8 +27,9 @@ struct ProductRows {
   int64_t first_row;
   const unsigned char *panels;  // of B: the first of `n` columns
   int64_t panel_columns;        // that each of them holds, but the last
-  void *c;                      // the element of first_row and of the first column; ldc elements between rows
-  int64_t ldc;
+  void *c;                        // the element of first_row and of the first column; row i begins at c + i * ldc,
+  int64_t ldc;                    // or with `turned` column j at c + j * ldc
+  int32_t turned;
   const float *initial, *addend;  // or NULL; as c
 };
 

@@ -1,6 +1,8 @@
 // Fused causal attention, forward (docs/arithmetic.md section 9). A CTA has 128 queries of a head. It goes over the keys twice,
 // in tiles of 128: first for the exact maxima, then for the probabilities, their sums and the product with V. No tile size shows
 // in the bits.
+#include <type_traits>
+
 #include "cuda/attention.cuh"
 #include "cuda/attention_fused.h"
 #include "cuda/product.h"
@@ -56,8 +58,9 @@ __device__ __forceinline__ void forward_producer(const ForwardArguments &args, c
     ring.advance();
   };
   for (int32_t key = 0; key < tile.key_tiles; ++key) bring(map_k, key);
-  for (int32_t key = 0; key < tile.key_tiles; ++key) {
-    bring(map_k, key);
+  bring(map_k, 0);
+  for (int32_t key = 0; key < tile.key_tiles; ++key) {  // the order in which the consumers' second pass takes them
+    if (key + 1 < tile.key_tiles) bring(map_k, key + 1);
     bring(map_v, key);
   }
 }
@@ -68,25 +71,107 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
   return result;
 }
 
-// The dots of this warpgroup's 64 queries with the keys of the ring's next stage, which is released.
+// Starts the dots of this warpgroup's 64 queries with the keys of the ring's next stage. Returns the stage's barrier, for its
+// release.
 template <int SIZE>
-__device__ __forceinline__ void tile_dots(float (&dots)[kTileRows / 2], uint32_t queries,
-                                          typename ForwardLayout<SIZE>::Ring &ring) {
+__device__ __forceinline__ uint32_t start_dots(float (&dots)[kTileRows / 2], uint32_t queries,
+                                               typename ForwardLayout<SIZE>::Ring &ring) {
   clear(dots);
   ring.wait_full();
   pin(dots);
   steps_begin();
   multiply_heads<kTileRows, SIZE, kTileRows>(dots, queries, ring.address());
   steps_commit();
+  const uint32_t full = ring.full();
+  ring.advance();
+  return full;
+}
+
+// Whether accumulator i belongs to a key that the query may see, in the tile on the diagonal; `behind` = row - column of acc[0].
+__device__ __forceinline__ bool visible(int32_t behind, int32_t i) { return behind + i / 2 % 2 * 8 >= i / 4 * 8 + i % 2; }
+
+template <bool DIAGONAL>
+__device__ __forceinline__ void raise_maximum(float (&maximum)[2], const float (&dots)[kTileRows / 2], int32_t behind) {
+#pragma unroll
+  for (int i = 0; i < kTileRows / 2; ++i) {
+    if (!DIAGONAL || visible(behind, i)) maximum[i / 2 % 2] = max_or_nan(maximum[i / 2 % 2], dots[i]);
+  }
+}
+
+// Goes over the key tiles with two sets of dots, so that the next tile's are computed beside the work on this one's.
+// take(diagonal, dots) does that work and waits for all steps in flight; it is called for each tile, keys ascending.
+template <int SIZE, typename Take>
+__device__ __forceinline__ void for_tiles(const ForwardTile &tile, typename ForwardLayout<SIZE>::Ring &ring, uint32_t queries,
+                                          const Take &take) {
+  float even[kTileRows / 2];
+  float odd[kTileRows / 2];
+  uint32_t stage = start_dots<SIZE>(even, queries, ring);
   steps_wait<0>();
-  pin(dots);
+  pin(even);
+  ring.release(stage);
+  for (int32_t left = tile.key_tiles - 1;; left -= 2) {  // tiles after the one in `even`
+    if (left == 0) {
+      take(std::true_type{}, even);
+      return;
+    }
+    stage = start_dots<SIZE>(odd, queries, ring);
+    take(std::false_type{}, even);
+    pin(odd);
+    ring.release(stage);
+    if (left == 1) {
+      take(std::true_type{}, odd);
+      return;
+    }
+    stage = start_dots<SIZE>(even, queries, ring);
+    take(std::false_type{}, odd);
+    pin(even);
+    ring.release(stage);
+  }
+}
+
+// The exact maxima of this thread's two rows.
+template <int SIZE>
+__device__ __forceinline__ void row_maxima(float (&maximum)[2], const ForwardTile &tile, typename ForwardLayout<SIZE>::Ring &ring,
+                                           uint32_t queries, int32_t behind) {
+  for_tiles<SIZE>(tile, ring, queries, [&](auto diagonal, float (&dots)[kTileRows / 2]) {
+    raise_maximum<decltype(diagonal)::value>(maximum, dots, behind);
+    steps_wait<0>();
+  });
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    maximum[half] = max_or_nan(maximum[half], __shfl_xor_sync(0xFFFFFFFF, maximum[half], 1));
+    maximum[half] = max_or_nan(maximum[half], __shfl_xor_sync(0xFFFFFFFF, maximum[half], 2));
+  }
+}
+
+// From dots to probabilities: op() of them as an operand, their sums in `lanes` (key mod 8 = column, column + 1 of the two rows).
+template <bool DIAGONAL>
+__device__ __forceinline__ void take_probabilities(uint32_t (&words)[kTileRows / 4], float (&lanes)[4],
+                                                   float (&dots)[kTileRows / 2], float c, const float (&shift)[2],
+                                                   int32_t behind) {
+#pragma unroll
+  for (int i = 0; i < kTileRows / 2; ++i) {
+    const float p = finite_probability(dots[i], c, shift[i / 2 % 2]);
+    dots[i] = !DIAGONAL || visible(behind, i) ? p : 0.0f;
+    lanes[i % 4] = f32::add(lanes[i % 4], dots[i]);
+  }
+  pack_operand<kTileRows>(words, dots);
+}
+
+// sums += P . V of the ring's next stage, waited for together with the dots in flight.
+template <int SIZE>
+__device__ __forceinline__ void add_values(float (&sums)[SIZE / 2], const uint32_t (&words)[kTileRows / 4],
+                                           typename ForwardLayout<SIZE>::Ring &ring) {
+  ring.wait_full();
+  pin(sums);
+  steps_begin();
+  multiply_rows<SIZE, kTileRows>(sums, words, ring.address());
+  steps_commit();
+  steps_wait<0>();
+  pin(sums);
   ring.release(ring.full());
   ring.advance();
 }
-
-// Whether accumulator i of column block j (4j + i) belongs to a key that the query may see; `behind` = query row - key column of
-// acc[0].
-__device__ __forceinline__ bool visible(int32_t behind, int32_t j, int32_t i) { return behind + i / 2 * 8 >= 8 * j + i % 2; }
 
 template <int SIZE>
 __device__ __forceinline__ void forward_consumer(const ForwardArguments &args, const ForwardTile &tile,
@@ -94,53 +179,20 @@ __device__ __forceinline__ void forward_consumer(const ForwardArguments &args, c
                                                  uint32_t queries_full) {
   const FragmentPlace place;
   const uint32_t queries = all_queries + place.group * 64 * kRowBytes;
-  const int32_t behind = place.row - place.column;  // in the tile on the diagonal
-  float dots[kTileRows / 2];
+  const int32_t behind = place.row - place.column;
   barrier_wait(queries_full, 0);
-
   float maximum[2] = {-f32::infinity(), -f32::infinity()};
-  for (int32_t key = 0; key < tile.key_tiles; ++key) {
-    const bool diagonal = key + 1 == tile.key_tiles;
-    tile_dots<SIZE>(dots, queries, ring);
-#pragma unroll
-    for (int i = 0; i < kTileRows / 2; ++i) {
-      if (!diagonal || visible(behind, i / 4, i % 4)) {
-        maximum[i / 2 % 2] = max_or_nan(maximum[i / 2 % 2], dots[i]);
-      }
-    }
-  }
-  float shift[2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    maximum[half] = max_or_nan(maximum[half], __shfl_xor_sync(0xFFFFFFFF, maximum[half], 1));
-    maximum[half] = max_or_nan(maximum[half], __shfl_xor_sync(0xFFFFFFFF, maximum[half], 2));
-    shift[half] = f32::mul(maximum[half], args.c);
-  }
+  row_maxima<SIZE>(maximum, tile, ring, queries, behind);
+  const float shift[2] = {f32::mul(maximum[0], args.c), f32::mul(maximum[1], args.c)};
 
-  float lanes[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // key mod 8 = column, column + 1 of the two rows
+  float lanes[4] = {0.0f, 0.0f, 0.0f, 0.0f};
   float sums[SIZE / 2];
   clear(sums);
-  for (int32_t key = 0; key < tile.key_tiles; ++key) {
-    const bool diagonal = key + 1 == tile.key_tiles;
-    tile_dots<SIZE>(dots, queries, ring);
-#pragma unroll
-    for (int i = 0; i < kTileRows / 2; ++i) {
-      const float p = finite_probability(dots[i], args.c, shift[i / 2 % 2]);
-      dots[i] = !diagonal || visible(behind, i / 4, i % 4) ? p : 0.0f;
-      lanes[i % 4] = f32::add(lanes[i % 4], dots[i]);
-    }
+  for_tiles<SIZE>(tile, ring, queries, [&](auto diagonal, float (&dots)[kTileRows / 2]) {
     uint32_t words[kTileRows / 4];
-    pack_operand<kTileRows>(words, dots);
-    ring.wait_full();
-    pin(sums);
-    steps_begin();
-    multiply_rows<SIZE, kTileRows>(sums, words, ring.address());
-    steps_commit();
-    steps_wait<0>();
-    pin(sums);
-    ring.release(ring.full());
-    ring.advance();
-  }
+    take_probabilities<decltype(diagonal)::value>(words, lanes, dots, args.c, shift, behind);
+    add_values<SIZE>(sums, words, ring);
+  });
 
 #pragma unroll
   for (int half = 0; half < 2; ++half) {

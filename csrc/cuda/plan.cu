@@ -73,6 +73,9 @@ __global__ void __launch_bounds__(kScanThreads)
     sums[threadIdx.x] += left;
     __syncthreads();
   }
+  for (int64_t expert = threadIdx.x; expert < args.experts && args.groups == 0; expert += kScanThreads) {
+    args.expert_offsets[expert] = 0;
+  }
   int64_t row = sums[threadIdx.x] - sum;
   for (int64_t segment = first; segment < last; ++segment) {
     starts[segment] = static_cast<int32_t>(row);

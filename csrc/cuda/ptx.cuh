@@ -73,10 +73,6 @@ __device__ __forceinline__ void cluster_sync() {
 
 // ---- the tensor copy engine --------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap *map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 // One box of a three-dimensional tensor into shared memory; elements outside the tensor arrive as zeros.
 __device__ __forceinline__ void copy_box(uint32_t destination, const CUtensorMap *map, int x, int y, int z, uint32_t barrier) {
   asm volatile(
@@ -121,7 +117,7 @@ __device__ __forceinline__ uint32_t packed_bf16(float low, float high) {
   return pair;
 }
 
-// ---- registers and barriers of threads ---------------------------------------------------------------------------------
+// ---- registers of threads ---------------------------------------------------------------------------------
 
 template <int REGISTERS>
 __device__ __forceinline__ void registers_shrink() {
@@ -131,12 +127,6 @@ __device__ __forceinline__ void registers_shrink() {
 template <int REGISTERS>
 __device__ __forceinline__ void registers_grow() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-}
-
-// A barrier among `THREADS` threads of the CTA; number 0 is __syncthreads().
-template <int NUMBER, int THREADS>
-__device__ __forceinline__ void threads_sync() {
-  asm volatile("bar.sync %0, %1;" ::"n"(NUMBER), "n"(THREADS) : "memory");
 }
 
 }  // namespace mok::cuda

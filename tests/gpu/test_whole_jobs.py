@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mok_service.kernels import load_backend
 from mok_service.training.checkpoint import CheckpointStore
 from tests.golden.jobs import JOBS, STORED, golden_job, summary
 from tests.gpu.twins import backends
@@ -21,6 +22,15 @@ GOLDEN = json.loads(STORED.read_bytes())
 def test_golden_jobs(name: str, precision: str) -> None:
     _, gpu = backends()
     assert summary(golden_job(name, precision), gpu) == GOLDEN["jobs"][f"{name}, {precision}"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", JOBS)
+def test_golden_jobs_as_recorded_graphs(name: str, precision: str) -> None:
+    """From the third step on a step is one recorded CUDA graph, on a stream of its own."""
+    backends()
+    got = summary(golden_job(name, precision), load_backend("cuda", own_stream=True))
+    assert got == GOLDEN["jobs"][f"{name}, {precision}"]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -219,10 +219,16 @@ def attention(library: Library, repeats: int) -> None:
         **common,
     )
     peers = [t.view(sequences, length, heads, head).transpose(1, 2).detach().requires_grad_() for t in (q, k, v)]
-    peer_forward = lambda: torch.nn.functional.scaled_dot_product_attention(*peers, is_causal=True)  # noqa: E731
+
+    def peer_forward() -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(peers[0], peers[1], peers[2], is_causal=True)
+
     result = peer_forward()
     peer_gradient = torch.randn_like(result)
-    peer_backward = lambda: torch.autograd.grad(result, peers, peer_gradient, retain_graph=True)  # noqa: E731
+
+    def peer_backward() -> Any:
+        return torch.autograd.grad(result, peers, peer_gradient, retain_graph=True)
+
     flops = 2.0 * sequences * heads * length * length * head
     for name, ours, peer, products in (("forward", forward, peer_forward, 2), ("backward", backward, peer_backward, 5)):
         ms, peer_ms = milliseconds([ours, peer], repeats, budget_ms=15.0)

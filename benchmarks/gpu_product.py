@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import json
 import os
 import statistics
@@ -69,7 +70,7 @@ def milliseconds(calls: list[Callable[[], Any]], repeats: int, budget_ms: float 
 
 
 def timed(call: Callable[[], Any], count: int) -> float:
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     begin.record()
     for _ in range(count):
         call()
@@ -114,7 +115,7 @@ def products(library: Library, dtype: torch.dtype, sizes: list[tuple[int, int, i
                 c = torch.empty(m, n, device="cuda", dtype=out)
                 peer_out = torch.empty(m, n, device="cuda", dtype=dtype)
                 ours, peer = milliseconds(
-                    [product_call(library, a, b, c, ta, tb), lambda x=left, y=right, z=peer_out: torch.mm(x, y, out=z)], repeats
+                    [product_call(library, a, b, c, ta, tb), functools.partial(torch.mm, left, right, out=peer_out)], repeats
                 )
                 rows = min(m, 256)
                 reference = left[:rows].float() @ right.float()
@@ -180,7 +181,7 @@ def grouped(library: Library, repeats: int) -> None:
     flops = 2.0 * tokens * top_k * hidden * 2 * inner
     for name, (operation, fields, torch_call) in cases.items():
         struct = abi.GroupedProductArgs()
-        calls: list[Callable[[], Any]] = [lambda o=operation, s=struct, f=fields: library.call(o, s, **common, **f)]
+        calls: list[Callable[[], Any]] = [functools.partial(library.call, operation, struct, **common, **fields)]
         if torch_call is not None:
             calls.append(torch_call)
         times = milliseconds(calls, repeats)
@@ -216,7 +217,7 @@ def blake3(library: Library, repeats: int) -> None:
         out = torch.empty(count, 32, device="cuda", dtype=torch.uint8)
         struct = Blake3Args()
         fields = dict(count=count, pointers=ctypes.addressof(pointers), lengths=ctypes.addressof(lengths), out=out)
-        (ours,) = milliseconds([lambda f=fields, s=struct: library.call("mok_blake3", s, **f)], repeats)
+        (ours,) = milliseconds([functools.partial(library.call, "mok_blake3", struct, **fields)], repeats)
         row(what="blake3", buffers=count, bytes_each=size, ms=ours, terabytes_per_s=count * size / ours / 1e9)
 
 

@@ -94,8 +94,8 @@ template <bool BF16>
 __global__ void __launch_bounds__(kRowThreads)
     gradients_kernel(DotBlock block, RowStatistics statistics, const float *delta, float c, const float *dots,
                      const float *products, void *probabilities, void *gradients) {
-  const int64_t row = blockIdx.y;
-  const int64_t column = static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x;
+  const int64_t row = blockIdx.x;
+  const int64_t column = static_cast<int64_t>(blockIdx.y) * kRowThreads + threadIdx.x;
   if (column >= block.columns) return;
   for (int64_t matrix = 0; matrix < block.matrices; ++matrix) {
     const int64_t query = block.first_query + row;
@@ -286,7 +286,7 @@ struct BackwardSequence {
 
 mok_status launch_gradients(const mok_context &context, const BackwardSequence &s, const DotBlock &block,
                             const RowStatistics &statistics, bool probabilities) {
-  const dim3 grid(grid_of(block.columns, kRowThreads), static_cast<unsigned>(block.rows));
+  const dim3 grid(static_cast<unsigned>(block.rows), grid_of(block.columns, kRowThreads));
   const float c = exponent_scale(s.args->scale);
   for_precision(s.args->precision, [&](auto bf16) {
     gradients_kernel<bf16.value><<<grid, kRowThreads, 0, context.stream>>>(
@@ -386,6 +386,63 @@ struct BackwardScratch {
   Scratch delta, dots, products, probabilities, gradients, chain_k, chain_v;
 };
 
+// Sequence `index` of a call.
+BackwardSequence backward_sequence(const mok_attention_backward_args &args, const BackwardScratch &scratch, int64_t index) {
+  const bool bf16 = args.precision == MOK_BF16;
+  const int64_t size = args.head_size;
+  const int64_t token = index * args.length;
+  const int64_t statistic = token * args.heads;
+  const auto at = [&](const void *base, int64_t pitch) { return Operand{base, pitch, size}.from(args.precision, token, 0); };
+  // The statistics are only read here; kernels of the forward pass write them.
+  const RowStatistics statistics{const_cast<float *>(args.row_max) + statistic, const_cast<float *>(args.row_recip) + statistic,
+                                 args.heads, 0, 1};
+  return BackwardSequence{&args,
+                          at(args.q, args.heads * size),
+                          at(args.k, args.kv_heads * size),
+                          at(args.v, args.ld_v),
+                          at(args.grad_out, args.heads * size),
+                          statistics,
+                          scratch.delta.as<float>() + statistic,
+                          args.grad_q + token * args.heads * size,
+                          args.grad_k + token * args.kv_heads * size,
+                          static_cast<char *>(args.grad_v) + token * args.ld_grad_v * (bf16 ? 2 : 4),
+                          scratch.dots.as<float>(),
+                          scratch.products.as<float>(),
+                          bf16 ? scratch.probabilities.as<void>() : scratch.dots.as<void>(),
+                          bf16 ? scratch.gradients.as<void>() : scratch.products.as<void>(),
+                          scratch.chain_k.as<float>(),
+                          scratch.chain_v.as<float>()};
+}
+
+mok_status backward_by_blocks(const mok_context *context, const mok_attention_backward_args *args) {
+  const int64_t dot_bytes = args->precision == MOK_BF16 ? 12 : 8;
+  const int64_t queries_each = block_rows(args->heads, args->length, dot_bytes, args->length);
+  const int64_t keys_each = block_rows(args->kv_heads, args->length, dot_bytes, args->length);
+  const int64_t dots =
+      std::max(args->heads * queries_each * padded(args->length), args->kv_heads * args->length * padded(keys_each));
+  BackwardScratch scratch(context->stream);
+  MOK_TRY(scratch.take(args, dots, keys_each));
+  const int64_t rows = args->sequences * args->length * args->heads;
+  for_precision(args->precision, [&](auto bf16) {
+    delta_kernel<bf16.value><<<grid_of(rows, kRowWarps), kRowThreads, 0, context->stream>>>(rows, args->head_size, args->grad_out,
+                                                                                            args->out, scratch.delta.as<float>());
+  });
+  MOK_LAUNCHED();
+  for (int64_t sequence = 0; sequence < args->sequences; ++sequence) {
+    const BackwardSequence s = backward_sequence(*args, scratch, sequence);
+    for (int64_t first = 0; first < args->length; first += queries_each) {
+      MOK_TRY(backward_queries(*context, s, first, std::min(queries_each, args->length - first)));
+    }
+    for (int64_t first = 0; first < args->length; first += keys_each) {
+      MOK_TRY(backward_keys(*context, s, first, std::min(keys_each, args->length - first)));
+    }
+  }
+  const int64_t count = rows * args->head_size;
+  scale_kernel<<<grid_of(count, kRowThreads), kRowThreads, 0, context->stream>>>(count, args->scale, args->grad_q);
+  MOK_LAUNCHED();
+  return MOK_OK;
+}
+
 mok_status backward(const mok_context *context, const mok_attention_backward_args *args) {
   MOK_TRY(check(args));
   MOK_REQUIRE(args->ld_grad_v >= args->kv_heads * args->head_size,
@@ -398,58 +455,7 @@ mok_status backward(const mok_context *context, const mok_attention_backward_arg
   MOK_REQUIRE_POINTER(args->grad_v, tokens);
   if (tokens == 0) return MOK_OK;
   if (use_fused(context) && fused_attention_backward(*args)) return launch_fused_backward(*context, *args);
-  const int32_t precision = args->precision;
-  const bool bf16 = precision == MOK_BF16;
-  const int64_t size = args->head_size;
-  const int64_t queries_each = std::min<int64_t>(block_rows(args->heads, args->length, bf16 ? 12 : 8, args->length), 32768);
-  const int64_t keys_each = block_rows(args->kv_heads, args->length, bf16 ? 12 : 8, args->length);
-  MOK_REQUIRE(args->length <= 65535, "length is %" PRId64 "; allowed backward: at most 65535", args->length);
-  const int64_t dots =
-      std::max(args->heads * queries_each * padded(args->length), args->kv_heads * args->length * padded(keys_each));
-  BackwardScratch scratch(context->stream);
-  MOK_TRY(scratch.take(args, dots, keys_each));
-  for_precision(precision, [&](auto is_bf16) {
-    delta_kernel<is_bf16.value><<<grid_of(tokens * args->heads, kRowWarps), kRowThreads, 0, context->stream>>>(
-        tokens * args->heads, size, args->grad_out, args->out, scratch.delta.as<float>());
-  });
-  MOK_LAUNCHED();
-  const Operand q{args->q, args->heads * size, size};
-  const Operand k{args->k, args->kv_heads * size, size};
-  const Operand v{args->v, args->ld_v, size};
-  const Operand grad_out{args->grad_out, args->heads * size, size};
-  for (int64_t sequence = 0; sequence < args->sequences; ++sequence) {
-    const int64_t token = sequence * args->length;
-    const int64_t statistic = token * args->heads;
-    // The statistics are read only; the block of kernels that writes them is the forward pass.
-    const RowStatistics statistics{const_cast<float *>(args->row_max) + statistic,
-                                   const_cast<float *>(args->row_recip) + statistic, args->heads, 0, 1};
-    const BackwardSequence s{args,
-                             q.from(precision, token, 0),
-                             k.from(precision, token, 0),
-                             v.from(precision, token, 0),
-                             grad_out.from(precision, token, 0),
-                             statistics,
-                             scratch.delta.as<float>() + statistic,
-                             args->grad_q + token * args->heads * size,
-                             args->grad_k + token * args->kv_heads * size,
-                             static_cast<char *>(args->grad_v) + token * args->ld_grad_v * (bf16 ? 2 : 4),
-                             scratch.dots.as<float>(),
-                             scratch.products.as<float>(),
-                             bf16 ? scratch.probabilities.as<void>() : scratch.dots.as<void>(),
-                             bf16 ? scratch.gradients.as<void>() : scratch.products.as<void>(),
-                             scratch.chain_k.as<float>(),
-                             scratch.chain_v.as<float>()};
-    for (int64_t first = 0; first < args->length; first += queries_each) {
-      MOK_TRY(backward_queries(*context, s, first, std::min(queries_each, args->length - first)));
-    }
-    for (int64_t first = 0; first < args->length; first += keys_each) {
-      MOK_TRY(backward_keys(*context, s, first, std::min(keys_each, args->length - first)));
-    }
-  }
-  scale_kernel<<<grid_of(tokens * args->heads * size, kRowThreads), kRowThreads, 0, context->stream>>>(
-      tokens * args->heads * size, args->scale, args->grad_q);
-  MOK_LAUNCHED();
-  return MOK_OK;
+  return backward_by_blocks(context, args);
 }
 
 }  // namespace

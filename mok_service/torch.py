@@ -26,12 +26,18 @@ __all__ = ["MoELayer", "attention", "linear", "moe", "rms_norm"]
 
 
 @functools.cache
-def _backend_of(device: torch.device) -> NativeBackend:
-    return load_backend("cpu") if device.type == "cpu" else load_backend("cuda", device=device.index or 0)
+def _cpu_backend() -> NativeBackend:
+    return load_backend("cpu")
+
+
+@functools.cache
+def _cuda_backend(stream: torch.cuda.Stream) -> NativeBackend:
+    return NativeBackend("cuda", device=stream.device.index, stream=stream)
 
 
 def _backend(tensor: Tensor) -> NativeBackend:
-    return _backend_of(tensor.device)
+    """The kernels of the tensor's device, on torch's present stream."""
+    return _cpu_backend() if tensor.device.type == "cpu" else _cuda_backend(torch.cuda.current_stream(tensor.device))
 
 
 def _operand(backend: NativeBackend, tensor: Tensor, precision: str) -> Tensor:

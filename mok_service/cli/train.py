@@ -98,7 +98,7 @@ def open_trainer(job: JobSpec, out: Path | None, data_roots: list[Path]) -> Trai
 
     roots = data_roots or list(load_settings().data_roots) or [Path.cwd()]
     corpus = open_corpus(job.training.data, roots, job.training.model.vocabulary_size)
-    backend = load_backend(job.execution.device, threads=job.execution.threads)
+    backend = load_backend(job.execution.device, threads=job.execution.threads, own_stream=True)
     store = None if out is None else CheckpointStore(out)
     return Trainer(job, corpus, backend, store, initial_weights=initial_weights(job, roots, None))
 

@@ -8,12 +8,18 @@ if TYPE_CHECKING:
     from mok_service.kernels.native import NativeBackend
 
 
-def load_backend(name: str, *, threads: int = 0, isa: str = "auto", device: int = 0) -> NativeBackend:
+def load_backend(name: str, *, threads: int = 0, isa: str = "auto", device: int = 0, own_stream: bool = False) -> NativeBackend:
     """The kernels of one device: `name` is "cpu" or "cuda".
 
     `threads` (cpu): 0 takes all cores of this process. `isa` (cpu): auto, portable, avx2 or avx512; none of these changes a bit.
+    `own_stream` (cuda): a stream of its own in place of the default one; a training step is then recorded as a CUDA graph.
     Raises KernelError when the library or the device isn't there.
     """
     from mok_service.kernels.native import NativeBackend
 
-    return NativeBackend(name, threads=threads, isa=isa, device=device)
+    stream = None
+    if own_stream and name == "cuda":
+        import torch
+
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return NativeBackend(name, threads=threads, isa=isa, device=device, stream=stream)

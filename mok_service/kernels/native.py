@@ -8,6 +8,7 @@ what the library refuses (message, file and line inside).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import json
@@ -75,18 +76,31 @@ class NativeBackend:
     """One device's kernels. `name` is "cpu" or "cuda", `device` the torch device that tensors must be on."""
 
     def __init__(
-        self, name: str, *, threads: int = 0, isa: str = "auto", device: int = 0, tile_limit: int = 0, stream: int = 0
+        self,
+        name: str,
+        *,
+        threads: int = 0,
+        isa: str = "auto",
+        device: int = 0,
+        tile_limit: int = 0,
+        stream: torch.cuda.Stream | None = None,
     ) -> None:
         """`threads` 0: all cores of this process. `isa`: auto, portable, avx2, avx512. `tile_limit` > 0 shrinks cache
-        blocks (tests).
+        blocks (tests). `stream` (cuda): where operations are enqueued, None for the default stream; work of torch on the same
+        tensors belongs inside `active()`.
         """
         self.name = name
         self._library = load_library(name)
         self.device = torch.device("cpu") if name == "cpu" else torch.device("cuda", device)
         if isa not in abi.ISAS:
             raise ValueError(f"isa = {isa!r}; allowed: {', '.join(abi.ISAS)}")
+        self.stream = stream
         options = abi.ContextOptions(
-            threads=threads, isa=abi.ISAS[isa], device=device, tile_limit=tile_limit, stream=stream or None
+            threads=threads,
+            isa=abi.ISAS[isa],
+            device=device,
+            tile_limit=tile_limit,
+            stream=None if stream is None else stream.cuda_stream or None,
         )
         self._context = ctypes.c_void_p()
         self._raise(self._library.mok_context_create(ctypes.byref(options), ctypes.byref(self._context)), "mok_context_create")
@@ -98,6 +112,10 @@ class NativeBackend:
             context.value = None
 
     # ---- plumbing --------------------------------------------------------------------------------------------------------
+
+    def active(self) -> contextlib.AbstractContextManager[object]:
+        """Inside it, torch's own work goes to this backend's stream as well."""
+        return contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def info(self) -> dict[str, Any]:
         """What runs: instruction set and threads, or the device's name; and how the library was built."""

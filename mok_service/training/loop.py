@@ -4,10 +4,11 @@ auditor run the very same code.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import numpy as np
 import torch
@@ -27,10 +28,13 @@ from mok_service.training.checkpoint import (
     tensor_digest,
 )
 from mok_service.training.data import Batch, Corpus
+from mok_service.training.gradients import Gradients
 from mok_service.training.hugging_face import config_of
 from mok_service.training.model import MicroBatch, Model, StepSums
 from mok_service.training.optimizer import clip_scale, learning_rate, update_scalars
 
+P = ParamSpec("P")
+R = TypeVar("R")
 PREVIOUS_NORM = "previous_norm"
 _FIXED_POINT = 2.0**-32
 
@@ -54,6 +58,17 @@ def train(
     return Trainer(job, corpus, backend, store, resume_at_most=resume_at_most, initial_weights=initial_weights).records()
 
 
+def _on_stream(method: Callable[Concatenate[Trainer, P], R]) -> Callable[Concatenate[Trainer, P], R]:
+    """Torch's own work inside a method goes to the stream of the trainer's backend."""
+
+    @functools.wraps(method)
+    def wrapped(self: Trainer, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self.backend.active():
+            return method(self, *args, **kwargs)
+
+    return cast("Callable[Concatenate[Trainer, P], R]", wrapped)
+
+
 class Trainer:
     """The loop with its state in reach: `step` and `head` after the last record, and `save()`."""
 
@@ -72,9 +87,15 @@ class Trainer:
         assert spec.seed is not None, "a job is resolved before it is trained"
         self.job, self.spec, self.corpus, self.backend, self.store = job, spec, corpus, backend, store
         self._seed = spec.seed
+        self._open(resume_at_most, initial_weights)
+
+    @_on_stream
+    def _open(self, resume_at_most: int | None, initial_weights: Mapping[str, Tensor] | None) -> None:
+        spec, backend, store = self.spec, self.backend, self.store
         self.model = Model(
             spec.model, spec.precision, backend, spec.sequence_length, spec.batch.group_sequences, spec.batch.shards
         )
+        self._gradient_graph = Gradients(self.model)
         self.step = 0
         self.previous_norm = float_bits(0.0)
         self.record_zero: StepRecord | None = None
@@ -142,6 +163,7 @@ class Trainer:
         digests = self.backend.blake3([tensor for _, tensor in named])
         return [tensor_digest(prefix + name, tensor, digest) for (name, tensor), digest in zip(named, digests, strict=True)]
 
+    @_on_stream
     def state_digests(self) -> StateDigests:
         """Digests of the state after `step`."""
         parameters = self.model.parameters
@@ -156,6 +178,7 @@ class Trainer:
         """The norm that clipping keeps, as the tensor of the optimizer's state that it is."""
         return torch.tensor(float_from_bits(self.previous_norm), dtype=torch.float32)
 
+    @_on_stream
     def save(self, digests: StateDigests | None = None) -> CheckpointInfo:
         """Commit the present state as a checkpoint."""
         assert self.store is not None, "a trainer without a store has nowhere to save"
@@ -189,6 +212,7 @@ class Trainer:
                 self.save(record.state)
             yield record
 
+    @_on_stream
     def advance(self) -> StepRecord:
         """One optimizer step. Raises NonFinite; the state in memory is then unusable, checkpoints are untouched."""
         started = time.perf_counter()
@@ -233,10 +257,10 @@ class Trainer:
         per_micro_batch = groups // self.job.execution.micro_batches
         real = batch.mask.reshape(spec.batch.sequences, -1).sum(1, dtype=np.int64)
         real_groups = np.add.reduceat(real, np.arange(0, spec.batch.sequences, size))
-        sums = self.model.start_step(groups)
+        parts = []
         for first in range(0, groups, per_micro_batch):
             rows = slice(first * size, min((first + per_micro_batch) * size, spec.batch.sequences))
-            self.model.accumulate(
+            parts.append(
                 MicroBatch(
                     inputs=self._device(batch.inputs[rows]),
                     labels=self._device(batch.labels[rows]),
@@ -245,11 +269,9 @@ class Trainer:
                     first_group=first,
                     aux_scale=self._aux_scale(valid, real_groups, slice(first, first + per_micro_batch)),
                     z_scale=self._z_scale(valid, int(real_groups.sum())),
-                ),
-                sums,
+                )
             )
-        self.model.finish_step()
-        return sums
+        return self._gradient_graph.compute(parts, groups)
 
     def _device(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array.reshape(-1))).to(self.backend.device)

@@ -66,11 +66,8 @@ class Model:
 
     # ---- a step --------------------------------------------------------------------------------------------------------
 
-    def start_step(self, groups: int) -> StepSums:
-        """Zero the gradients and the step's sums."""
-        self.parameters.gradients.zero_()
-        if self._head_gradient is not None:
-            self._head_gradient.zero_()
+    def new_sums(self, groups: int) -> StepSums:
+        """Room for the sums of a step of `groups` groups, all zero."""
         device, spec = self.backend.device, self.spec
         auxiliary = spec.aux_loss_coefficient > 0 or spec.z_loss_coefficient > 0
         shape = (spec.layers, groups, spec.experts)
@@ -81,6 +78,20 @@ class Model:
             probabilities=torch.zeros(shape, dtype=I64, device=device) if auxiliary else None,
             z=torch.zeros(1, dtype=I64, device=device) if auxiliary else None,
         )
+
+    def start_step(self, sums: StepSums) -> None:
+        """Zero the gradients and the step's sums."""
+        for tensor in (
+            self.parameters.gradients,
+            self._head_gradient,
+            sums.loss,
+            sums.status,
+            sums.counts,
+            sums.probabilities,
+            sums.z,
+        ):
+            if tensor is not None:
+                tensor.zero_()
 
     def accumulate(self, batch: MicroBatch, sums: StepSums) -> None:
         """Forward and backward of one micro-batch: adds to the gradients and to the step's sums."""
@@ -101,7 +112,7 @@ class Model:
         """float32 [T, V] for token ids int32 [T]: the forward pass alone."""
         mask = torch.ones(inputs.numel(), dtype=U8, device=self.backend.device)
         batch = MicroBatch(inputs, torch.full_like(inputs, -1), mask, sequences, 0)
-        x = self._hidden(batch, self.start_step(-(-sequences // self.group_sequences)))
+        x = self._hidden(batch, self.new_sums(-(-sequences // self.group_sequences)))
         final = self._operand("final", x.shape[0], self.spec.hidden_size)
         self.backend.rmsnorm(
             x, self.parameters.weight["norm"], self.spec.norm_epsilon, final, self._buffer("final.rstd", x.shape[0])

@@ -31,7 +31,7 @@ class NativeTraining:
         corpus = open_corpus(job.training.data, roots, job.training.model.vocabulary_size, payload.manifest)
         self.manifest = corpus.manifest
         control.log(f"data: {len(self.manifest.files):,} files, {self.manifest.tokens:,} tokens, {self.manifest.digest()}")
-        backend = load_backend(job.execution.device, threads=job.execution.threads)
+        backend = load_backend(job.execution.device, threads=job.execution.threads, own_stream=True)
         self.environment = environment() | {"kernels": backend.info()}
         self.placement = {
             "host": socket.gethostname(), "pid": os.getpid(), "rank": 0, "cpus": payload.devices.cpus,

@@ -52,6 +52,8 @@ class Settings(BaseSettings):
     """How long a run that is told to stop may go on; then its worker is ended."""
     shutdown_seconds_max: float = Field(default=10.0, ge=0.1, le=600.0)
     """How long the service waits for its parts when it stops; then it ends them."""
+    signing_key: Path | None = None
+    """File of the key that signs attestations, mode 0600; unset: keys/signing.pem in the data folder. Made on first use."""
     event_seconds: float = Field(default=15.0, ge=0.1, le=300.0)
     """Time between two signs of life in an event stream with nothing to say."""
     event_streams_max: int = Field(default=1000, ge=1, le=100_000)
@@ -72,10 +74,12 @@ class Settings(BaseSettings):
         separator = os.pathsep if info.field_name == "data_roots" else ","
         return tuple(part.strip() for part in value.split(separator) if part.strip()) if isinstance(value, str) else value
 
-    @field_validator("data_dir", "data_roots")
+    @field_validator("data_dir", "data_roots", "signing_key")
     @classmethod
-    def _absolute(cls, value: Path | tuple[Path, ...]) -> Path | tuple[Path, ...]:
+    def _absolute(cls, value: Path | tuple[Path, ...] | None) -> Path | tuple[Path, ...] | None:
         """Paths keep their meaning when a process changes its working folder."""
+        if value is None:
+            return None
         return tuple(path.absolute() for path in value) if isinstance(value, tuple) else value.absolute()
 
     @model_validator(mode="after")
@@ -92,6 +96,10 @@ class Settings(BaseSettings):
     def checkpoints(self, run_id: str) -> Path:
         """The folder that holds a run's checkpoints."""
         return self.data_dir / "checkpoints" / run_id
+
+    def key_file(self) -> Path:
+        """The file of the signing key."""
+        return self.signing_key or self.data_dir / "keys" / "signing.pem"
 
     def hosts(self) -> tuple[str, ...]:
         """Every name, without a port, that a request's Host header may have."""

@@ -23,16 +23,19 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import postgresql, sqlite
 
-from mok_service.db.session import CLAIM_LOCK
+from mok_service.db.session import CLAIM_LOCK, LOG_LOCK
 from mok_service.db.tables import (
     attempts,
+    attestations,
     checkpoints,
     events,
     idempotency_keys,
     jobs,
+    log_entries,
     logs,
     nodes,
     runs,
+    signing_keys,
     step_records,
     verifications,
 )
@@ -286,6 +289,51 @@ def verifications_of(tx: Connection, run_id: str) -> list[Row]:
 def verification(tx: Connection, verification_id: str, tenant: str) -> Row | None:
     t = verifications
     return _one(tx, select(t).where(t.c.id == verification_id, t.c.tenant == tenant))
+
+
+# ---- Attestations and their log --------------------------------------------------------------------------------------
+
+def unattested_runs(tx: Connection, limit: int) -> list[Row]:
+    """Id and tenant of runs that have ended and have no attestation; the first that ended comes first."""
+    query = select(runs.c.id, runs.c.tenant).where(runs.c.ended_at.is_not(None), runs.c.log_index.is_(None))
+    return _all(tx, query.order_by(runs.c.ended_at, runs.c.id).limit(limit))
+
+
+def lock_log(tx: Connection) -> Row | None:
+    """The log's last entry. Until the transaction ends nobody else appends."""
+    if tx.dialect.name == "postgresql":
+        tx.execute(select(func.pg_advisory_xact_lock(LOG_LOCK)))
+    return last_log_entry(tx)
+
+
+def last_log_entry(tx: Connection) -> Row | None:
+    return _one(tx, select(log_entries).order_by(log_entries.c.log_index.desc()).limit(1))
+
+
+def log_entry(tx: Connection, index: int) -> Row | None:
+    return _one(tx, select(log_entries).where(log_entries.c.log_index == index))
+
+
+def log_entries_after(tx: Connection, after: int, limit: int) -> list[Row]:
+    """Index, entry, time, and the run and key of its attestation."""
+    entries, attested = log_entries, attestations
+    query = select(entries.c.log_index, entries.c.entry, entries.c.created_at, attested.c.run_id, attested.c.key_id)
+    query = query.select_from(entries.outerjoin(attested, attested.c.log_index == entries.c.log_index))
+    return _all(tx, query.where(entries.c.log_index > after).order_by(entries.c.log_index).limit(limit))
+
+
+def log_digests(tx: Connection, size: int) -> Sequence[Digest]:
+    """The first `size` entries, in order; fewer where one is missing at the end."""
+    query = select(log_entries.c.entry).where(log_entries.c.log_index < size).order_by(log_entries.c.log_index)
+    return tx.execute(query).scalars().all()
+
+
+def attestation_of(tx: Connection, run_id: str) -> Row | None:
+    return _one(tx, select(attestations).where(attestations.c.run_id == run_id))
+
+
+def public_keys(tx: Connection) -> list[Row]:
+    return _all(tx, select(signing_keys).order_by(signing_keys.c.created_at, signing_keys.c.id))
 
 
 # ---- Nodes -----------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ BUSY_SECONDS_MAX: Final = 60.0        # how long another process may hold SQLite
 POSTGRESQL_CONNECTIONS_MAX: Final = 50
 MIGRATION_LOCK: Final = 0x6D6F6B_01   # advisory locks on PostgreSQL: "mok" and a number
 CLAIM_LOCK: Final = 0x6D6F6B_02
+LOG_LOCK: Final = 0x6D6F6B_03
 _NETWORK_FILE_SYSTEMS: Final = frozenset({
     "nfs", "nfs3", "nfs4", "cifs", "smb", "smb2", "smb3", "smbfs", "afs", "ceph", "fuse.ceph", "fuse.sshfs", "lustre", "gpfs",
     "glusterfs", "fuse.glusterfs", "beegfs", "ocfs2", "gfs2", "davfs", "fuse.davfs2", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone",

@@ -159,6 +159,7 @@ runs: Final = Table(
     _time("lease_expires_at", nullable=True),
     _time("created_at"), _time("updated_at"), _time("started_at", nullable=True), _time("ended_at", nullable=True),
     _time("retry_at", nullable=True), _time("queue_deadline_at", nullable=True), _time("run_deadline_at", nullable=True),
+    Column("log_index", Integer),                # of its attestation; set after it has ended
     Index(None, "tenant", "created_at", "id"),
     Index(None, "tenant", "status", "created_at", "id"),
     Index(None, "job_id", "created_at", "id"),
@@ -167,6 +168,9 @@ runs: Final = Table(
           sqlite_where=text("status = 'queued'"), postgresql_where=text("status = 'queued'")),
     Index("ix_runs_lease", "lease_expires_at",
           sqlite_where=text("lease_token IS NOT NULL"), postgresql_where=text("lease_token IS NOT NULL")),
+    Index("ix_runs_unattested", "ended_at", "id",
+          sqlite_where=text("ended_at IS NOT NULL AND log_index IS NULL"),
+          postgresql_where=text("ended_at IS NOT NULL AND log_index IS NULL")),
 )
 
 attempts: Final = Table(
@@ -251,6 +255,35 @@ logs: Final = Table(
     Column("message", Sentence, nullable=False),
     _time("created_at"),
     UniqueConstraint("run_id", "attempt", "sequence"),
+)
+
+attestations: Final = Table(
+    "attestations", metadata,
+    _run(primary_key=True), _tenant(),
+    Column("envelope", Json, nullable=False),
+    Column("key_id", String(64), ForeignKey("signing_keys.id"), nullable=False),
+    _digest("digest", nullable=False),           # of the envelope's canonical bytes
+    Column("log_index", Integer, ForeignKey("log_entries.log_index"), nullable=False),
+    _time("created_at"),
+    UniqueConstraint("log_index"),
+)
+
+# The append-only log of all attestations, a Merkle tree. The whole service has one; nobody owns it.
+log_entries: Final = Table(
+    "log_entries", metadata,
+    Column("log_index", Integer, primary_key=True, autoincrement=False),
+    _digest("entry", nullable=False),            # the attestation's digest
+    Column("frontier", Json, nullable=False),    # of the tree with this entry: hashes, as hex digits
+    Column("head", Json, nullable=False),        # of the tree with this entry: a signed envelope
+    _time("created_at"),
+)
+
+# Public keys that have signed here.
+signing_keys: Final = Table(
+    "signing_keys", metadata,
+    Column("id", String(64), primary_key=True),
+    Column("pem", Text, nullable=False),
+    _time("created_at"),
 )
 
 # What the cluster has, as a scheduler reports it. Nobody owns a node.

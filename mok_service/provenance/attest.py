@@ -8,7 +8,6 @@ DSSE v1 (https://github.com/secure-systems-lab/dsse), Ed25519 over the pre-authe
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -130,11 +129,11 @@ def open_envelope(envelope: Mapping[str, Any], trusted: Mapping[str, PublicKey],
     Raises Tampered for a malformed envelope, another payload type, or a signature under a trusted key's id that is wrong.
     """
     try:
-        payload = base64.b64decode(envelope["payload"], validate=True)
-        signatures = [(str(s["keyid"]), base64.b64decode(s["sig"], validate=True)) for s in envelope["signatures"]]
+        payload = _decoded(envelope["payload"])
+        signatures = [(str(s["keyid"]), _decoded(s["sig"])) for s in envelope["signatures"]]
         found_type = envelope["payloadType"]
         document = json.loads(payload)
-    except (KeyError, TypeError, ValueError, binascii.Error) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise Tampered(f"the attestation isn't a DSSE envelope: {type(error).__name__}: {error}", field="envelope") from None
     if found_type != payload_type:
         raise Tampered(
@@ -155,6 +154,14 @@ def open_envelope(envelope: Mapping[str, Any], trusted: Mapping[str, PublicKey],
             raise Tampered(f"the signature by key {key_id} is wrong: the envelope was changed", field="signature")
         signer = key
     return Opened(document, signer)
+
+
+def _decoded(text: str) -> bytes:
+    """The bytes of standard base64. Raises ValueError for any other text of the same bytes: unused bits must be 0."""
+    content = base64.b64decode(text, validate=True)
+    if base64.b64encode(content).decode() != text:
+        raise ValueError(f"not the base64 of its own bytes: {text[-8:]!r}")
+    return content
 
 
 def check_statement(record: Mapping[str, Any], document: Mapping[str, Any]) -> None:

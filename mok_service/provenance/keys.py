@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,7 +83,7 @@ def _make(path: Path) -> None:
     """A new key in `path`; one that another process has put there meanwhile stays."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pem = SigningKey.generate().key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    partial = path.with_name(f".{path.name}.{os.getpid()}.new")
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")  # a process id may come again after a crash
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:

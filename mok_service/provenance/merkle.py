@@ -31,6 +31,26 @@ def root(leaves: Sequence[bytes]) -> bytes:
     return node_hash(root(leaves[:split]), root(leaves[split:]))
 
 
+def grown(frontier: Sequence[bytes], size: int, leaf: bytes) -> list[bytes]:
+    """The frontier of a tree of `size` entries once `leaf` is added: the roots of its full subtrees, the largest first."""
+    roots = [*frontier, leaf]
+    while size & 1:
+        right, left = roots.pop(), roots.pop()
+        roots.append(node_hash(left, right))
+        size >>= 1
+    return roots
+
+
+def frontier_root(frontier: Sequence[bytes]) -> bytes:
+    """The tree head by its frontier: what `root` gives for all the leaves."""
+    if not frontier:
+        return EMPTY_ROOT
+    value = frontier[-1]
+    for left in reversed(frontier[:-1]):
+        value = node_hash(left, value)
+    return value
+
+
 def inclusion_proof(index: int, leaves: Sequence[bytes]) -> list[bytes]:
     """The audit path of leaf `index` in the tree over `leaves`. Raises ValueError when there is no such leaf."""
     if not 0 <= index < len(leaves):

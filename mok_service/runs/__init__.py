@@ -6,6 +6,17 @@ The first argument is a `Database`. `now` is the time to act at; where it is Non
 
 from mok_service.provenance.checkpoint import CheckpointFile, CheckpointInfo
 from mok_service.runs.appending import append
+from mok_service.runs.attesting import (
+    Attestation,
+    LogEntry,
+    attest,
+    get_attestation,
+    log_entries,
+    log_head,
+    log_proof,
+    signing_keys,
+    unattested,
+)
 from mok_service.runs.clusters import report_nodes
 from mok_service.runs.judging import judge
 from mok_service.runs.leases import claim, finish, mark_running, mark_starting, release, renew
@@ -43,9 +54,11 @@ from mok_service.runs.types import (
 from mok_service.runs.wishes import cancel, checkpoint_deleted, pause, resume
 
 __all__ = [
-    "AppendResult", "Attempt", "Capacity", "CheckpointFile", "CheckpointInfo", "Event", "Lease", "LogLine", "Node",
-    "Outcome", "Page", "Run", "StoredCheckpoint", "StoredLog", "StoredStep", "Verification", "append", "attempts", "cancel",
-    "checkpoint_deleted", "checkpoints", "claim", "count_by_status", "end_leases_of_earlier_boots", "events", "finish", "get_run",
-    "get_verification", "judge", "list_runs", "logs", "mark_running", "mark_starting", "nodes", "pause", "provenance", "reap",
-    "release", "renew", "report_nodes", "resume", "steps", "verifications",
+    "AppendResult", "Attempt", "Attestation", "Capacity", "CheckpointFile", "CheckpointInfo", "Event", "Lease", "LogEntry",
+    "LogLine", "Node", "Outcome", "Page", "Run", "StoredCheckpoint", "StoredLog", "StoredStep", "Verification", "append",
+    "attempts", "attest", "cancel", "checkpoint_deleted", "checkpoints", "claim", "count_by_status",
+    "end_leases_of_earlier_boots", "events", "finish", "get_attestation", "get_run", "get_verification", "judge",
+    "list_runs", "log_entries", "log_head", "log_proof", "logs", "mark_running", "mark_starting", "nodes", "pause",
+    "provenance", "reap", "release", "renew", "report_nodes", "resume", "signing_keys", "steps", "unattested",
+    "verifications",
 ]

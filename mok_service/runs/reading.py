@@ -138,13 +138,16 @@ def provenance(db: Database, run_id: str, tenant: str = "local") -> dict[str, An
         job = queries.job(tx, run["job_id"])
         assert job is not None
         stored = [rows.step_of(row) for row in queries.steps_after(tx, run_id, -1, None)]
+        tried = queries.attempts_of(tx, run_id)
+        # The job has its manifest from whichever run first read the data: this run has it once it has read them itself.
+        manifest = job["manifest"] if any(attempt["running_at"] for attempt in tried) else None
         return assemble(Parts(
             identity=_identity(run), submitted=job["submitted"], training=job["training"],
             training_document=training_document(TrainingSpec.model_validate(job["training"])), execution=run["execution"],
-            manifest=None if job["manifest"] is None else DataManifest.from_document(job["manifest"]),
+            manifest=None if manifest is None else DataManifest.from_document(manifest),
             records=[step.record for step in stored], notes=[{"attempt": s.attempt, "at": time_text(s.at)} for s in stored],
             checkpoints=_dicts([rows.checkpoint_of(row) for row in queries.checkpoints_of(tx, run_id)]),
-            attempts=_dicts([rows.attempt_of(row) for row in queries.attempts_of(tx, run_id)]),
+            attempts=_dicts([rows.attempt_of(row) for row in tried]),
             verifications=_dicts([rows.verification_of(row) for row in queries.verifications_of(tx, run_id)]),
         ))
 

@@ -28,6 +28,15 @@ def test_published_roots() -> None:
     assert [merkle.root(LEAVES[:n]).hex() for n in range(1, 9)] == ROOTS
 
 
+def test_a_tree_grows_by_its_frontier() -> None:
+    tree, frontier = leaves(70), list[bytes]()
+    assert merkle.frontier_root([]) == merkle.root([])
+    for size, leaf in enumerate(tree):
+        frontier = merkle.grown(frontier, size, leaf)
+        assert merkle.frontier_root(frontier) == merkle.root(tree[: size + 1])
+        assert len(frontier) == (size + 1).bit_count()
+
+
 def test_published_proofs() -> None:
     assert [h.hex() for h in merkle.inclusion_proof(5, LEAVES)] == [
         "bc1a0643b12e4d2d7c77918f44e0f4f79a838b6cf9ec5b5c283e1f4d88599e6b",

@@ -36,7 +36,8 @@ except MokError as error:
 
 def program(folder: Path, app: str = "tests.workers.stub_app:StubApp") -> subprocess.Popen[str]:
     # The folder may be anything; the paths on which Python looks for modules must survive a change of the working folder.
-    environment = {**os.environ, "DATABASE_URL": "postgresql://user:hunter2@host/name", "MOK_SIGNING_KEY": "hunter2"}
+    secrets = {"DATABASE_URL": "postgresql://user:hunter2@host/name", "MOK_SIGNING_KEY": str(folder / "own.pem")}
+    environment = {**os.environ, **secrets}
     return subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(folder), app], env=environment, text=True, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, start_new_session=True,
@@ -62,6 +63,7 @@ def test_the_whole_service_comes_up_refuses_a_second_one_and_leaves_nothing(tmp_
             shown = json.load(answer)
         assert shown["database"] == "sqlite" and shown["data_dir"] == str(folder) and shown["pid"] != service.pid
         assert not {name for name in shown["names"] if "DATABASE" in name or "KEY" in name}
+        assert (folder / "own.pem").stat().st_mode & 0o777 == 0o600 and not (folder / "keys").exists()
 
         second = program(folder)
         assert f"process id {service.pid}" in second.communicate(timeout=SECONDS_MAX)[0] and second.returncode == 1

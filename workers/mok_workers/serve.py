@@ -28,9 +28,11 @@ import psutil
 
 from mok_service.db.session import Database, upgrade
 from mok_service.errors import Conflict, InvalidSpec, MokError
+from mok_service.provenance.keys import SigningKey, signing_key
 from mok_service.settings import Settings
 from mok_workers.cluster import ALLOWED_VARIABLES, RayCluster, put_away
 from mok_workers.scheduler import Scheduler
+from mok_workers.signing import Signer
 from mok_workers.supervisor import Report, Supervisor, Tell, leave, runs
 
 log = logging.getLogger("mok.serve")
@@ -111,6 +113,7 @@ class Service:
         self._worker = f"{socket.gethostname()}:{settings.data_dir}"
         self._stop, self._up = threading.Event(), threading.Event()
         self._status = 0
+        self._key: SigningKey | None = None
         self._on_stop: list[Callable[[], None]] = []
 
     def run(self, app: str, listening: socket.socket, url: str) -> int:
@@ -169,6 +172,7 @@ class Service:
         clean_environment()
         os.chdir(settings.data_dir)  # Ray puts the working folder on its workers' path: here is no module
         try:
+            self._key = signing_key(settings.key_file())
             upgrade(settings.database())
             return Database(settings.database())
         except MokError as error:
@@ -187,6 +191,10 @@ class Service:
             cluster = RayCluster(settings.data_dir / RAY_FOLDER, open_training, logs=settings.data_dir / RAY_LOGS)
             alone = db.dialect == "sqlite"
             scheduler = Scheduler(db, cluster, settings, worker=self._worker, boot_id=self._boot, alone=alone)
+
+            assert self._key is not None
+            signer, pause = Signer(db, self._key), settings.tick_seconds
+            threading.Thread(target=signer.run_forever, args=(self._stop, pause), name="signer", daemon=True).start()
 
             def up() -> None:
                 self._up.set()

@@ -1,0 +1,144 @@
+"""Every run that ends is attested once, and the log only grows."""
+
+from __future__ import annotations
+
+import json
+import threading
+from base64 import b64decode
+from typing import Any
+
+import pytest
+
+from mok_service import jobs, runs
+from mok_service.db import queries
+from mok_service.db.session import Database
+from mok_service.errors import InvalidSpec, NotFound
+from mok_service.provenance import merkle, tree
+from mok_service.provenance.attest import BUILD_TYPE, check_statement, open_envelope
+from mok_service.provenance.keys import SigningKey
+from mok_service.runs import Outcome
+from mok_workers.signing import Signer
+from tests.databases import Clock
+from tests.service.play import records, start, submit, succeed, trained
+
+KEY = SigningKey.generate()
+TRUSTED = {KEY.public.id: KEY.public}
+
+
+def statement_of(db: Database, run_id: str) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(b64decode(runs.get_attestation(db, run_id).envelope["payload"]))
+    return document
+
+
+def test_every_run_that_ends_is_attested_in_the_order_of_the_ends(db: Database, clock: Clock) -> None:
+    _, succeeded = trained(db, clock)
+    submit(db)
+    lease = start(db, clock)
+    waiting, cancelled = submit(db).run.id, submit(db).run.id
+    clock.tick()
+    runs.cancel(db, cancelled, now=clock.now)
+    clock.tick()
+    failed = runs.finish(db, lease, Outcome("failed", "non_finite", "step 1"), clock.now)
+    assert Signer(db, KEY).tick() == 3 and Signer(db, KEY).tick() == 0
+    ended = [succeeded.id, cancelled, failed.id]
+    assert [entry.run_id for entry in runs.log_entries(db)] == ended
+    assert [entry.index for entry in runs.log_entries(db, after=0)] == [1, 2]
+    for run_id, status in zip(ended, ("succeeded", "cancelled", "failed"), strict=True):
+        document = statement_of(db, run_id)
+        assert document["predicate"]["buildDefinition"]["buildType"] == BUILD_TYPE
+        assert document["predicate"]["runDetails"]["metadata"]["invocationId"] == run_id
+        assert document["predicate"]["runDetails"]["byproducts"][0]["annotations"]["status"] == status
+        assert open_envelope(runs.get_attestation(db, run_id).envelope, TRUSTED).signer == KEY.public
+        check_statement(runs.provenance(db, run_id), document)
+    names = [subject["name"] for subject in statement_of(db, succeeded.id)["subject"]]
+    assert names[:4] == ["record", "chain-head", "final-weights", "final-optimizer"] and len(names) == 6
+    with pytest.raises(NotFound, match="no attestation"):
+        runs.get_attestation(db, waiting)
+
+
+def test_an_attestation_still_holds_after_what_may_be_added_to_the_record(db: Database, clock: Clock) -> None:
+    """A run that was cancelled in the queue has read no data, also when a later run of its job has."""
+    job = submit(db)
+    runs.cancel(db, job.run.id, now=clock.now)
+    runs.attest(db, KEY, job.run.id, now=clock.now)
+    again = jobs.create_run(db, job.job.id, execution=None, reproduces=None, now=clock.now)
+    succeed(db, start(db, clock), clock, records(job.job))
+    runs.attest(db, KEY, again.id, now=clock.now)
+    runs.judge(db, again.id, lambda step, name: iter([b""]), now=clock.now)
+    runs.checkpoint_deleted(db, again.id, runs.checkpoints(db, again.id)[0].info.step, now=clock.now)
+    for run_id in (job.run.id, again.id):
+        check_statement(runs.provenance(db, run_id), statement_of(db, run_id))
+    assert runs.provenance(db, job.run.id)["data"] is None and runs.provenance(db, again.id)["data"] is not None
+
+
+def test_many_signers_make_one_attestation(db: Database, clock: Clock) -> None:
+    ended = [trained(db, clock, steps=1)[1].id for _ in range(4)]
+    threads = [threading.Thread(target=Signer(db, KEY).tick) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(entry.run_id or "" for entry in runs.log_entries(db)) == sorted(ended)
+    assert runs.unattested(db) == []
+
+
+def test_a_run_that_cannot_be_signed_does_not_keep_others_from_it(
+    db: Database, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (trained(db, clock, steps=1)[1].id for _ in range(2))
+    attest, signer = runs.attest, Signer(db, KEY)
+
+    def fails_once(database: Database, key: SigningKey, run_id: str, tenant: str) -> Any:
+        if run_id == first:
+            raise ValueError("no canonical bytes")
+        return attest(database, key, run_id, tenant)
+
+    monkeypatch.setattr(runs, "attest", fails_once)
+    assert (signer.tick(), signer.tick()) == (1, 0)
+    monkeypatch.undo()
+    assert Signer(db, KEY).tick() == 1, "the next boot signs it"
+    assert [entry.run_id for entry in runs.log_entries(db)] == [second, first]
+
+
+def test_heads_and_proofs(db: Database, clock: Clock) -> None:
+    with pytest.raises(NotFound, match="the log is empty"):
+        runs.log_head(db)
+    heads = []
+    for size in range(1, 8):
+        runs.attest(db, KEY, trained(db, clock, steps=1)[1].id, now=clock.now)
+        heads.append(tree.open_head(runs.log_head(db), TRUSTED))
+        assert heads[-1].size == size and heads[-1].signer == KEY.public
+    leaves = [tree.leaf(entry.entry) for entry in runs.log_entries(db)]
+    for size, head in enumerate(heads, 1):
+        assert head.root == merkle.root(leaves[:size])
+        for index in range(size):
+            proof = [bytes.fromhex(node) for node in runs.log_proof(db, size, index=index)]
+            assert merkle.verify_inclusion(leaves[index], index, size, proof, head.root)
+        for old in range(1, size + 1):
+            proof = [bytes.fromhex(node) for node in runs.log_proof(db, size, old_size=old)]
+            assert merkle.verify_consistency(old, size, proof, heads[old - 1].root, head.root)
+    for arguments in ({"index": 7}, {"index": -1}, {"old_size": 8}, {}, {"index": 0, "old_size": 1}):
+        with pytest.raises(InvalidSpec, match="allowed: "):
+            runs.log_proof(db, 7, **arguments)
+    with pytest.raises(InvalidSpec, match="allowed: 0 to 7"):
+        runs.log_proof(db, 8, index=0)
+
+
+def test_another_key_continues_the_log(db: Database, clock: Clock) -> None:
+    other = SigningKey.generate()
+    for key in (KEY, other):
+        runs.attest(db, key, trained(db, clock, steps=1)[1].id, now=clock.tick())
+    assert [key["id"] for key in runs.signing_keys(db)] == [KEY.public.id, other.public.id]
+    assert tree.open_head(runs.log_head(db), TRUSTED | {other.public.id: other.public}).signer == other.public
+    assert tree.open_head(runs.log_head(db), TRUSTED).signer is None, "an unknown key"
+
+
+def test_nothing_is_left_of_an_attestation_that_failed(db: Database, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entry and attestation are one transaction."""
+    run_id = trained(db, clock, steps=1)[1].id
+    monkeypatch.setattr(queries, "update_run", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        runs.attest(db, KEY, run_id, now=clock.now)
+    monkeypatch.undo()
+    assert runs.log_entries(db) == [] and runs.signing_keys(db) == []
+    assert runs.attest(db, KEY, run_id, now=clock.now).log_index == 0

@@ -148,6 +148,10 @@ class Client:
     def provenance(self, run_id: str) -> dict[str, Any]:
         return self._json("GET", f"/v1/runs/{_part(run_id)}/provenance")
 
+    def attestation(self, run_id: str) -> dict[str, Any]:
+        """What was signed about a run that has ended: {"envelope": ..., "log_index": ...}. NotFound while there is none."""
+        return self._json("GET", f"/v1/runs/{_part(run_id)}/attestation")
+
     def checkpoint_file(self, run_id: str, step: int, name: str) -> Iterator[bytes]:
         """The bytes of a checkpoint's file, in pieces."""
         path = f"/v1/runs/{_part(run_id)}/checkpoints/{step}/files/{_part(name)}"
@@ -157,6 +161,29 @@ class Client:
                 yield from response.iter_bytes()
         except httpx.TransportError as error:
             raise self._unreachable(error) from None
+
+    # The log of attestations
+
+    def signing_keys(self) -> list[dict[str, Any]]:
+        """The public keys that have signed there: id and PEM. Who trusts them trusts the service."""
+        items: list[dict[str, Any]] = self._json("GET", "/v1/keys")["items"]
+        return items
+
+    def log_head(self) -> dict[str, Any]:
+        """The signed tree head: an envelope. NotFound while the log is empty."""
+        return self._json("GET", "/v1/log/head")
+
+    def log_entries(self, after: int = -1) -> list[dict[str, Any]]:
+        """All entries after an index."""
+        return self._pages("/v1/log/entries", after)
+
+    def log_proof(self, size: int, *, index: int | None = None, old_size: int | None = None) -> list[str]:
+        """The hashes that prove inclusion of an entry, or consistency with an older log, under the head of `size` entries."""
+        asked = _given({"size": size, "index": index, "old_size": old_size})
+        proof: list[str] = self._json("GET", "/v1/log/proof", params=asked)["proof"]
+        return proof
+
+    # Verifications
 
     def verify(self, run_id: str, level: str) -> dict[str, Any]:
         """Ask the service to verify a run by itself: level check."""
@@ -211,10 +238,13 @@ class Client:
         raise AssertionError("the last attempt returns or raises")
 
     def _items(self, run_id: str, what: str, after: int) -> list[dict[str, Any]]:
+        return self._pages(f"/v1/runs/{_part(run_id)}/{what}", after)
+
+    def _pages(self, path: str, after: int) -> list[dict[str, Any]]:
         """Everything after a number, page after page."""
         items: list[dict[str, Any]] = []
         while True:
-            page = self._json("GET", f"/v1/runs/{_part(run_id)}/{what}", params={"after": after, "limit": ITEMS_MAX})
+            page = self._json("GET", path, params={"after": after, "limit": ITEMS_MAX})
             items += page["items"]
             if len(page["items"]) < ITEMS_MAX:
                 return items

@@ -22,6 +22,7 @@ from mok_service.db.session import Database
 from mok_service.provenance.chain import StateDigests, StepRecord, float_bits, genesis
 from mok_service.provenance.checkpoint import CheckpointFile, CheckpointInfo
 from mok_service.provenance.digest import Digest, TensorDigest, blake3_of, canonical_digest, sha256, state_digest
+from mok_service.provenance.keys import SigningKey, signing_key
 from mok_service.provenance.manifest import DataManifest, ManifestFile
 from mok_service.runs.types import Lease, LogLine, Outcome
 from mok_service.settings import Settings
@@ -112,6 +113,16 @@ class Worker:
         outcome = Outcome("succeeded", "finished", weights=checkpoints[-1].state.weights, head=records[-1].head())
         runs.finish(self.db, lease, outcome, self.now())
         return run.id
+
+    @property
+    def key(self) -> SigningKey:
+        """The data folder's."""
+        return signing_key(self.settings.key_file())
+
+    def sign(self) -> None:
+        """Attests every run that has ended, as the scheduler's process does."""
+        for run_id, tenant in runs.unattested(self.db):
+            runs.attest(self.db, self.key, run_id, tenant)
 
     def fail(self, reason: Any, message: str) -> str:
         """The next queued run fails before its first step; its id."""

@@ -14,11 +14,11 @@ from mok_api.docs import refusals, request_schemas
 from mok_api.events import Streams
 from mok_api.guard import Guard
 from mok_api.parameters import known_parameters
-from mok_api.routes import checkpoints, jobs, operations, runs, verifications
+from mok_api.routes import checkpoints, jobs, log, operations, runs, verifications
 from mok_service.db.session import Database
 from mok_service.settings import Settings
 
-ROUTERS = tuple(module.router for module in (jobs, runs, checkpoints, verifications, operations, page))
+ROUTERS = tuple(module.router for module in (jobs, runs, checkpoints, verifications, log, operations, page))
 DESCRIPTION = """Training jobs for Mixture-of-Experts models whose results are the same bits everywhere, with a record that
 anyone can check. A job is what was asked; a run is one execution of it; every step leaves a record. Ids are opaque; times are
 UTC; integers are exact; lists are newest first and paged by `cursor`. Errors have one form: `{"error": {"code", "message",

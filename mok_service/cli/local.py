@@ -77,6 +77,25 @@ class Local:
     def provenance(self, run_id: str) -> dict[str, Any]:
         return runs.provenance(self._db, run_id)
 
+    def attestation(self, run_id: str) -> dict[str, Any]:
+        return runs.get_attestation(self._db, run_id).as_dict()
+
+    def signing_keys(self) -> list[dict[str, Any]]:
+        return runs.signing_keys(self._db)
+
+    def log_head(self) -> dict[str, Any]:
+        return runs.log_head(self._db)
+
+    def log_entries(self, after: int = -1) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        while page := runs.log_entries(self._db, after, ITEMS_MAX):
+            found += [entry.as_dict() for entry in page]
+            after = page[-1].index
+        return found
+
+    def log_proof(self, size: int, *, index: int | None = None, old_size: int | None = None) -> list[str]:
+        return runs.log_proof(self._db, size, index=index, old_size=old_size)
+
     def checkpoint_file(self, run_id: str, step: int, name: str) -> Iterator[bytes]:
         """The bytes of a checkpoint's file, in pieces. Raises NotFound."""
         folder = next((c.info.folder for c in runs.checkpoints(self._db, run_id) if c.info.step == step), "")

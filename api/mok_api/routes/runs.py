@@ -107,6 +107,12 @@ def get_provenance(db: Db, run: RunId) -> Json:
     return Json(runs.provenance(db, run))
 
 
+@router.get("/v1/runs/{run}/attestation", response_model=schemas.Attestation, responses=refusals(404))
+def get_attestation(db: Db, run: RunId) -> Json:
+    """What the service signed about the run after it had ended, and where its log has it."""
+    return Json(runs.get_attestation(db, run).as_dict())
+
+
 def _shown(values: Iterable[_Shown]) -> list[dict[str, Any]]:
     return [value.as_dict() for value in values]
 

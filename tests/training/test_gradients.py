@@ -1,12 +1,13 @@
 """The whole model's loss and gradients against float64 autograd.
 
-Bounds: the error of every weight's gradient in the 2-norm, relative to its own norm plus a twentieth of the largest one (what
-is left after cancellation can't be better than what cancelled). fp32: 2e-5 (chains of up to a few hundred roundings of 2^-24).
-bf16: 0.1 (operands carry 2^-9 each, a gradient passes about a dozen of them).
+Bounds, in the 2-norm and relative. fp32: 2e-5 for all gradients together, and for each tensor's relative to its own norm plus a
+twentieth of the whole (what is left after cancellation can't be better than what cancelled); chains have up to a few hundred
+roundings of 2^-24. bf16: 0.05 for all gradients together; operands carry 2^-9 each, and a gradient passes about a dozen of them.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from tests.training.jobs import corpus_of, job
 
 BACKEND = load_backend("cpu", threads=2)
 ONE_PART = {"micro_batches": 1}  # so that the routing of the whole batch is in reach
-BOUND = {"fp32": 2e-5, "bf16": 0.1}
+BOUND = {"fp32": 2e-5, "bf16": 0.05}
 LOSS_BOUND = {"fp32": 2e-6, "bf16": 2e-3}
 
 
@@ -44,12 +45,14 @@ def compare(spec: JobSpec) -> None:
     total.backward()  # type: ignore[no-untyped-call]
     loss = int(sums.loss) * 2.0**-32 / batch.valid
     assert abs(loss - out.loss.item()) <= LOSS_BOUND[training.precision] * out.loss.item()
-    scale = max(t.grad.norm().item() for t in weights.values() if t.grad is not None)
-    for name, tensor in weights.items():
-        wanted = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-        error = (got[name] - wanted).norm().item()
-        size = wanted.norm().item() + 0.05 * scale
-        assert error <= BOUND[training.precision] * size, f"{name}: error {error:.3g} of {size:.3g}"
+    wanted = {name: torch.zeros_like(t) if t.grad is None else t.grad for name, t in weights.items()}
+    errors = {name: (got[name] - value).norm().item() for name, value in wanted.items()}
+    whole = math.hypot(*(value.norm().item() for value in wanted.values()))
+    assert math.hypot(*errors.values()) <= BOUND[training.precision] * whole, errors
+    if training.precision == "fp32":
+        for name, error in errors.items():
+            size = wanted[name].norm().item() + 0.05 * whole
+            assert error <= BOUND["fp32"] * size, f"{name}: error {error:.3g} of {size:.3g}"
 
 
 def reference_of(spec: JobSpec, trainer: Trainer, batch: Batch, weights: dict[str, torch.Tensor]) -> reference.ReferenceOutput:
@@ -67,7 +70,7 @@ models = st.fixed_dictionaries(
         "hidden_size": st.integers(8, 70),
         "heads": st.sampled_from([1, 2, 4]),
         "kv_heads": st.sampled_from([1, 2]),
-        "head_size": st.sampled_from([2, 6, 16, 64]),
+        "head_size": st.sampled_from([4, 6, 16, 64]),
         "experts": st.integers(2, 9),
         "top_k": st.integers(1, 2),
         "expert_intermediate_size": st.integers(1, 70),
@@ -83,7 +86,7 @@ models = st.fixed_dictionaries(
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(model=models, length=st.integers(2, 40), sequences=st.integers(1, 4), group=st.integers(1, 4))
 def test_gradients_against_float64(precision: str, model: dict[str, Any], length: int, sequences: int, group: int) -> None:
     batch = {"sequences": sequences, "group_sequences": min(group, sequences)}

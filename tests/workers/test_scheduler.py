@@ -188,7 +188,8 @@ def test_closing_gives_the_run_back_and_nothing_is_lost(world: World) -> None:
     world.assert_whole(run_id, 40)
 
 
-def test_what_holds_devices_and_is_in_no_ones_book_is_ended(world: World) -> None:
+def test_what_holds_devices_and_is_in_no_ones_book_is_ended(make_world: MakeWorld) -> None:
+    world = make_world(opens=Opens({1: "wait"}, gate=True))
     run_id = world.submit()
     world.stored(run_id, 0)
     payload = replace(world.cluster.placed[0], name="run_0-1")

@@ -167,7 +167,7 @@ def main() -> int:
     head += [isa_head.format(isa) for isa in ("avx512", "avx2")]
     print("| " + " | ".join(head) + " |\n" + "| --- " * 16 + "|")
     for threads in options.threads:
-        environment = {name: value for name, value in os.environ.items() if name != "OPENBLAS_CORETYPE"}
+        environment = {name: value for name, value in os.environ.items() if name not in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")}
         limits = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
         environment |= limits | {"OMP_WAIT_POLICY": "PASSIVE"}
         command = [sys.executable, str(Path(__file__).resolve()), "--child", str(threads), "--seconds", str(options.seconds)]

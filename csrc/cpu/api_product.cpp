@@ -7,8 +7,8 @@
 
 namespace {
 
-constexpr size_t kPackedBytes = size_t{24} << 20;  // of B packed at a time, if a panel is not larger
-constexpr int64_t kTasksEach = 4;                  // tasks of a thread, so that none waits long for another
+constexpr size_t kPackedBytes = size_t{24} << 20;   // of B packed at a time, if a panel is not larger
+constexpr int64_t kTasksEach = 4;                   // tasks of a thread, so that none waits long for another
 constexpr int64_t kRowsLeast = 24, kRowsStep = 12;  // of a task; the step is a multiple of every kernel's rows
 
 int64_t ceil_divide(int64_t a, int64_t b) { return a / b + (a % b != 0); }
@@ -58,7 +58,8 @@ std::vector<Batch> plan_batches(const Call &call, const std::vector<Unit> &units
     for (int64_t panel = 0; panel < all;) {
       if (batches.back().panels > 0 && batches.back().bytes + bytes > kPackedBytes) batches.emplace_back();
       Batch &batch = batches.back();
-      const int64_t room = static_cast<int64_t>((kPackedBytes - std::min(kPackedBytes, batch.bytes)) / std::max<size_t>(bytes, 1));
+      const int64_t room =
+          static_cast<int64_t>((kPackedBytes - std::min(kPackedBytes, batch.bytes)) / std::max<size_t>(bytes, 1));
       const int64_t panels = std::clamp<int64_t>(room, 1, all - panel), first = panel * call.panel_columns;
       batch.pieces.push_back({&unit, first, std::min(panels * call.panel_columns, unit.n - first), panels, batch.bytes, bytes});
       batch.bytes += static_cast<size_t>(panels) * bytes;
@@ -80,7 +81,8 @@ std::vector<Task> plan_tasks(const Call &call, const Batch &batch) {
     const int64_t share = std::max(kRowsLeast, ceil_divide(total_rows, wanted));
     int64_t rows = ceil_divide(m, ceil_divide(m, std::min(most, share)));
     if (call.context->tile_limit == 0) rows = ceil_divide(rows, kRowsStep) * kRowsStep;
-    const int64_t row_runs = ceil_divide(m, rows), splits = std::clamp<int64_t>(wanted * m / total_rows / row_runs, 1, piece.panels);
+    const int64_t row_runs = ceil_divide(m, rows),
+                  splits = std::clamp<int64_t>(wanted * m / total_rows / row_runs, 1, piece.panels);
     const int64_t panels = call.context->tile_limit > 0 ? 1 : ceil_divide(piece.panels, splits);
     for (int64_t row = 0; row < m; row += rows) {
       for (int64_t panel = 0; panel < piece.panels; panel += panels) {
@@ -279,9 +281,9 @@ extern "C" MOK_API mok_status mok_grouped_product_by_depth(mok_context *context,
         if (lines != nullptr) return {data, width, lines + first, 0};
         return {operand_offset(data, args->precision, first * width), width, nullptr, 0};
       };
-      units.push_back({operand(args->a, args->m, args->a_rows), operand(args->b, args->n, args->b_rows), 0, args->m, args->n, rows,
-                       static_cast<float *>(args->c) + offset, args->n, 0, args->initial == nullptr ? nullptr : args->initial + offset,
-                       nullptr});
+      units.push_back({operand(args->a, args->m, args->a_rows), operand(args->b, args->n, args->b_rows), 0, args->m, args->n,
+                       rows, static_cast<float *>(args->c) + offset, args->n, 0,
+                       args->initial == nullptr ? nullptr : args->initial + offset, nullptr});
     }
     return run_units(context, args->precision, 0, std::move(units));
   });

@@ -22,7 +22,8 @@ bool isa_available(mok_isa isa) {
 #if MOK_X86
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512cd");
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                      __builtin_cpu_supports("avx512cd");
   if (isa == MOK_ISA_AVX512) return avx512;
   if (isa == MOK_ISA_AVX2) return avx2;
 #endif
@@ -39,8 +40,8 @@ mok_isa best_isa() {
 mok_status create(const mok_context_options &options, mok_context **out) {
   MOK_REQUIRE(options.threads >= 0 && options.threads <= kThreadsMax, "threads is %d; allowed: 0 (all usable cores) to %d",
               options.threads, kThreadsMax);
-  MOK_REQUIRE(options.isa >= MOK_ISA_AUTO && options.isa <= MOK_ISA_AVX512, "isa is %d; allowed: 0 (auto), 1 (portable), 2 (avx2), 3 (avx512)",
-              options.isa);
+  MOK_REQUIRE(options.isa >= MOK_ISA_AUTO && options.isa <= MOK_ISA_AVX512,
+              "isa is %d; allowed: 0 (auto), 1 (portable), 2 (avx2), 3 (avx512)", options.isa);
   MOK_REQUIRE(options.tile_limit >= 0, "tile_limit is %d; allowed: 0 (off) or more", options.tile_limit);
   const mok_isa isa = options.isa == MOK_ISA_AUTO ? best_isa() : static_cast<mok_isa>(options.isa);
   if (!isa_available(isa)) {
@@ -58,14 +59,15 @@ mok_context::mok_context(int32_t threads, mok_isa chosen_isa, int32_t limit)
       isa(chosen_isa),
       tile_limit(limit),
       process(getpid()),
-      info(std::string("{\"backend\": \"cpu\", \"isa\": \"") + isa_name(chosen_isa) + "\", \"threads\": " + std::to_string(threads) +
-           ", \"tile_limit\": " + std::to_string(limit) + "}") {}
+      info(std::string("{\"backend\": \"cpu\", \"isa\": \"") + isa_name(chosen_isa) +
+           "\", \"threads\": " + std::to_string(threads) + ", \"tile_limit\": " + std::to_string(limit) + "}") {}
 
 namespace mok {
 
 mok_status check_process(const mok_context *context) noexcept {
   const pid_t process = getpid();
-  MOK_REQUIRE(context->process == process, "the context was created by process %d and this is process %d; allowed: one created after the fork",
+  MOK_REQUIRE(context->process == process,
+              "the context was created by process %d and this is process %d; allowed: one created after the fork",
               static_cast<int>(context->process), static_cast<int>(process));
   return MOK_OK;
 }

@@ -26,8 +26,8 @@
 // it with scratch_take(). Sum the sizes with scratch_bytes(n). Tasks may not throw, fail, or call parallel_for. It may be called
 // several times in one entry; memory that outlives one loop is a std::vector of the entry (bad_alloc is caught).
 // Which thread runs a task, and when, must not matter: an output element is written by one task, in one fixed order.
-// parallel_chunks() is the same for elementwise work. context->tile_limit > 0 (tests) means: make every block tiny, so that all the
-// seams are crossed; min_block() applies it.
+// parallel_chunks() is the same for elementwise work. context->tile_limit > 0 (tests) means: make every block tiny, so that all
+// the seams are crossed; min_block() applies it.
 //
 // Matrix products inside a task (attention): mok::SerialProduct in isa/product.h.
 #pragma once
@@ -90,7 +90,8 @@ mok_status parallel_for(mok_context *context, int64_t tasks, size_t scratch_byte
              context->pool.threads());
   }
   context->pool.run(
-      tasks, [](const void *erased, int64_t task, Scratch *scratch) { (*static_cast<const Body *>(erased))(task, scratch); }, &body);
+      tasks, [](const void *erased, int64_t task, Scratch *scratch) { (*static_cast<const Body *>(erased))(task, scratch); },
+      &body);
   return MOK_OK;
 }
 

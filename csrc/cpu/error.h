@@ -17,11 +17,11 @@ void set_entry(const char *name) noexcept;
 #define MOK_FAIL(status, ...) return ::mok::fail(status, __FILE__, __LINE__, __VA_ARGS__)
 
 // The caller's mistake: MOK_REQUIRE(args->count >= 0, "count is %" PRId64 "; allowed: 0 or more", args->count)
-#define MOK_REQUIRE(condition, ...)                         \
-  do {                                                      \
-    if (!(condition)) [[unlikely]] {                        \
-      MOK_FAIL(MOK_INVALID, __VA_ARGS__);                   \
-    }                                                       \
+#define MOK_REQUIRE(condition, ...)       \
+  do {                                    \
+    if (!(condition)) [[unlikely]] {      \
+      MOK_FAIL(MOK_INVALID, __VA_ARGS__); \
+    }                                     \
   } while (0)
 
 // A pointer that may be NULL only if `elements` is 0.
@@ -29,9 +29,9 @@ void set_entry(const char *name) noexcept;
   MOK_REQUIRE((pointer) != nullptr || (elements) == 0, #pointer " is NULL; allowed: a pointer to its elements")
 
 // Hands an error of a helper on.
-#define MOK_TRY(expression)                                           \
-  do {                                                                \
+#define MOK_TRY(expression)                                                                      \
+  do {                                                                                           \
     if (const mok_status mok_try_status = (expression); mok_try_status != MOK_OK) [[unlikely]] { \
-      return mok_try_status;                                          \
-    }                                                                 \
+      return mok_try_status;                                                                     \
+    }                                                                                            \
   } while (0)

@@ -4,7 +4,7 @@
 //   - .cpp files: functions are static, or declared in a table (MOK_ISA_DECLARE) and defined in namespace MOK_ISA_NS;
 //   - headers: functions are `static inline`; no templates, no member functions, nothing from the C++ standard library but
 //     <cstdint>, <cstddef>, <cstring>, <cmath> builtins (__builtin_fmaf, __builtin_sqrtf);
-//   - x86 intrinsics only under #if MOK_ISA_LEVEL >= 2 (AVX2, FMA, BMI2, F16C) or >= 3 (AVX-512 F, BW, DQ, VL, CD).
+//   - x86 intrinsics only under #if MOK_ISA_LEVEL >= 2 (AVX2, FMA, BMI2) or >= 3 (AVX-512 F, BW, DQ, VL, CD).
 // The same header serves the api_*.cpp files, where MOK_ISA_LEVEL is not defined: they only pick tables.
 #pragma once
 
@@ -32,15 +32,23 @@
 // MOK_ISA_DECLARE(ConvertTable, convert_table): declares mok_portable::convert_table and its twins.
 // MOK_ISA_PICK(isa, convert_table): the one of the instruction set, a const reference.
 #if MOK_X86
-#define MOK_ISA_DECLARE(Type, name)            \
-  namespace mok_portable { extern const Type name; } \
-  namespace mok_avx2 { extern const Type name; }     \
-  namespace mok_avx512 { extern const Type name; }
+#define MOK_ISA_DECLARE(Type, name) \
+  namespace mok_portable {          \
+  extern const Type name;           \
+  }                                 \
+  namespace mok_avx2 {              \
+  extern const Type name;           \
+  }                                 \
+  namespace mok_avx512 {            \
+  extern const Type name;           \
+  }
 #define MOK_ISA_PICK(isa, name) \
   ((isa) == MOK_ISA_AVX512 ? ::mok_avx512::name : (isa) == MOK_ISA_AVX2 ? ::mok_avx2::name : ::mok_portable::name)
 #else
 #define MOK_ISA_DECLARE(Type, name) \
-  namespace mok_portable { extern const Type name; }
+  namespace mok_portable {          \
+  extern const Type name;           \
+  }
 #define MOK_ISA_PICK(isa, name) ((void)(isa), ::mok_portable::name)
 #endif
 

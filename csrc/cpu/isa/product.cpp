@@ -7,9 +7,9 @@
 namespace MOK_ISA_NS {
 namespace {
 
-constexpr int64_t kDepthsAtOnce = 2048;        // of A packed at a time, a multiple of kFp32Depth
-constexpr int64_t kRowsMost = 96;              // of a task; a multiple of every kernel's rows
-constexpr size_t kRowsBytes = 512 * 1024;      // of A packed at a time: half of a second-level cache
+constexpr int64_t kDepthsAtOnce = 2048;          // of A packed at a time, a multiple of kFp32Depth
+constexpr int64_t kRowsMost = 96;                // of a task; a multiple of every kernel's rows
+constexpr size_t kRowsBytes = 512 * 1024;        // of A packed at a time: half of a second-level cache
 constexpr size_t kOverrun = 16 * sizeof(float);  // fp32_pack writes whole rows of 16
 
 int64_t panel_width(int32_t precision) { return precision == MOK_BF16 ? kPanel : kFp32Columns; }
@@ -81,8 +81,8 @@ int64_t output_offset(const mok::ProductRows *product, int64_t i, int64_t j) {
 }
 
 // Accumulators of a panel before the chain: the initial values or +0; rows and columns that don't exist are +0.
-void start_tile(const mok::ProductRows *product, const Work *work, int64_t column, int64_t columns, const Scales *scales, float *tile,
-                uint8_t *plain) {
+void start_tile(const mok::ProductRows *product, const Work *work, int64_t column, int64_t columns, const Scales *scales,
+                float *tile, uint8_t *plain) {
   const int64_t width = panel_width(product->precision);
   memset(tile, 0, work->tile_bytes);
   for (int64_t i = 0; i < product->m && product->initial != nullptr; ++i) {
@@ -126,7 +126,8 @@ void finish_apart(bool out_bf16, const float *from, int64_t columns, const float
   }
 }
 
-void finish_tile(const mok::ProductRows *product, int64_t column, int64_t columns, const Scales *scales, float *tile, const uint8_t *plain) {
+void finish_tile(const mok::ProductRows *product, int64_t column, int64_t columns, const Scales *scales, float *tile,
+                 const uint8_t *plain) {
   const int64_t width = panel_width(product->precision);
   for (int64_t i = 0; i < product->m; ++i) {
     float *const from = tile + i * width;
@@ -155,14 +156,16 @@ Header task_header(const mok::ProductRows *product) {
     below = most(below, header->largest - header->lowest);
     lowest = least(lowest, header->lowest);
   }
-  return rows_header(&product->a, product->first_row, product->m, product->k, static_cast<int32_t>(below), static_cast<int32_t>(lowest));
+  return rows_header(&product->a, product->first_row, product->m, product->k, static_cast<int32_t>(below),
+                     static_cast<int32_t>(lowest));
 }
 
 void product_rows(const mok::ProductRows *product, mok::Scratch *scratch) {
   if (product->m == 0 || product->n == 0) return;
   const bool bf16 = product->precision == MOK_BF16;
   const int64_t k = product->k, columns = product->panel_columns;
-  const Work work = plan_work(product->precision, product->m, blocks_of(product->n, columns), k, depths_at_once(product->tile_limit));
+  const Work work =
+      plan_work(product->precision, product->m, blocks_of(product->n, columns), k, depths_at_once(product->tile_limit));
   const size_t used = scratch->used;
   BlockInfo *const info = static_cast<BlockInfo *>(mok::scratch_take(scratch, work.info_bytes));
   void *const rows = mok::scratch_take(scratch, work.rows_bytes);
@@ -192,8 +195,8 @@ void product_rows(const mok::ProductRows *product, mok::Scratch *scratch) {
       if (first) start_tile(product, &work, j, held, &scales, tile, plain);
       if (bf16) {
         const int64_t block = depth / kBlock;
-        bf16_multiply(&scales, work.groups, blocks_of(depths, kBlock), info, static_cast<RowBlock *>(rows), panel_info(panel) + block,
-                      panel_blocks(panel, k) + block, &output, tile, plain);
+        bf16_multiply(&scales, work.groups, blocks_of(depths, kBlock), info, static_cast<RowBlock *>(rows),
+                      panel_info(panel) + block, panel_blocks(panel, k) + block, &output, tile, plain);
       } else {
         const float *const b = reinterpret_cast<const float *>(panel) + depth * fp32_vectors(held) * kLanes;
         fp32_multiply(product->m, held, depths, fp32_block, static_cast<float *>(rows), b, &output, tile);
@@ -243,7 +246,7 @@ void serial_product(const mok::SerialProduct *product, mok::Scratch *scratch) {
   scratch->used = used;
 }
 
-extern const ProductTable product_table = {serial_product_scratch, serial_product, panel_columns, panel_bytes, pack_panel,
-                                           rows_block,             rows_scratch,   product_rows};
+extern const ProductTable product_table = {
+    serial_product_scratch, serial_product, panel_columns, panel_bytes, pack_panel, rows_block, rows_scratch, product_rows};
 
 }  // namespace MOK_ISA_NS

@@ -27,8 +27,8 @@ struct ProductRows {
   int64_t first_row;
   const unsigned char *panels;  // of B: the first of `n` columns
   int64_t panel_columns;        // that each of them holds, but the last
-  void *c;                        // the element of first_row and of the first column; row i begins at c + i * ldc,
-  int64_t ldc;                    // or with `turned` column j at c + j * ldc
+  void *c;                      // the element of first_row and of the first column; row i begins at c + i * ldc,
+  int64_t ldc;                  // or with `turned` column j at c + j * ldc
   int32_t turned;
   const float *initial, *addend;  // or NULL; as c
 };
@@ -61,7 +61,8 @@ struct ProductTable {
   // Columns of a panel: as many as fit, or fewer with a tile limit. The last panel of a matrix may hold less.
   int64_t (*panel_columns)(int32_t precision, int64_t tile_limit);
   size_t (*panel_bytes)(int32_t precision, int64_t k);  // a multiple of 64
-  void (*pack_panel)(int32_t precision, const mok::ProductOperand *b, int64_t k, int64_t first_column, int64_t columns, void *panel);
+  void (*pack_panel)(int32_t precision, const mok::ProductOperand *b, int64_t k, int64_t first_column, int64_t columns,
+                     void *panel);
 
   // Rows of A of a task that are a good size, if there are many; and what product_rows takes from the scratch.
   int64_t (*rows_block)(int32_t precision, int64_t k, int64_t tile_limit);

@@ -1,5 +1,5 @@
-// Precision bf16, the careful way: one step of the tensor-core rule (docs/arithmetic.md 4.2) for 16 columns in integers, for every
-// operand. The portable code is nothing else; the vector code falls back on it where its window does not reach.
+// Precision bf16, the careful way: one step of the tensor-core rule (docs/arithmetic.md 4.2) for 16 columns in integers, for
+// every operand. The portable code is nothing else; the vector code falls back on it where its window does not reach.
 #pragma once
 
 #include "cpu/isa/product_lanes.h"
@@ -8,7 +8,7 @@
 namespace MOK_ISA_NS {
 namespace {
 
-constexpr int kStep = 16;           // products of a block
+constexpr int kStep = 16;            // products of a block
 constexpr int32_t kZeroTerm = -133;  // the exponent of a term that is zero
 
 // int32 in the vectors of the instruction set; arithmetic is the compiler's.

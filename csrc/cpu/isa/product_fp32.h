@@ -14,8 +14,8 @@ constexpr int kFp32Rows = MOK_ISA_LEVEL >= 3 ? 12 : 6;  // of a kernel: accumula
 constexpr int kFp32Columns = 2 * kLanes;
 constexpr int64_t kFp32Depth = 256;  // a block of a panel (32 KiB with AVX-512) stays in the first cache
 
-// c[ROWS][VECTORS * kLanes] goes on over `depth` depths; rows of c are kFp32Columns floats apart. `soon`: 64 bytes a depth of what
-// will be read next, to be fetched by then.
+// c[ROWS][VECTORS * kLanes] goes on over `depth` depths; rows of c are kFp32Columns floats apart. `soon`: 64 bytes a depth of
+// what will be read next, to be fetched by then.
 template <int ROWS, int VECTORS>
 void fp32_kernel(int64_t depth, const float *a, const float *b, const unsigned char *soon, float *c) {
   Floats acc[ROWS][VECTORS];
@@ -62,7 +62,8 @@ int fp32_vectors(int64_t columns) { return columns <= kLanes ? 1 : 2; }
 
 // `outers` rows or columns from `outer`, depth by depth, `width` >= outers floats apart; the rest of the width is +0.
 // Writes whole rows of 16: up to 15 floats behind the end are lost, and rows must be packed in order.
-void fp32_pack(const mok::ProductOperand *operand, int64_t outer, int64_t outers, int64_t width, int64_t depth, int64_t depths, float *to) {
+void fp32_pack(const mok::ProductOperand *operand, int64_t outer, int64_t outers, int64_t width, int64_t depth, int64_t depths,
+               float *to) {
   Tile tile;
   for (int64_t p = 0; p < depths; p += kTile) {
     const int p_count = static_cast<int>(least(kTile, depths - p));
@@ -78,7 +79,8 @@ void fp32_pack(const mok::ProductOperand *operand, int64_t outer, int64_t outers
 int64_t fp32_group(int64_t m, int64_t groups, int64_t g) { return g * (m / groups) + least(g, m % groups); }
 
 // Packed rows of A for depths [depth, depth + depths), in blocks of `block` depths.
-void fp32_pack_rows(const mok::ProductOperand *a, int64_t first_row, int64_t m, int64_t depth, int64_t depths, int64_t block, float *to) {
+void fp32_pack_rows(const mok::ProductOperand *a, int64_t first_row, int64_t m, int64_t depth, int64_t depths, int64_t block,
+                    float *to) {
   const int64_t groups = blocks_of(m, kFp32Rows);
   for (int64_t p = 0; p < depths; p += block) {
     const int64_t p_count = least(block, depths - p);
@@ -91,8 +93,8 @@ void fp32_pack_rows(const mok::ProductOperand *a, int64_t first_row, int64_t m, 
 }
 
 // c[m][kFp32Columns] goes on over `depths` depths of a panel of `columns` columns.
-void fp32_multiply(int64_t m, int64_t columns, int64_t depths, int64_t block, const float *a, const float *b, const Output *output,
-                   float *c) {
+void fp32_multiply(int64_t m, int64_t columns, int64_t depths, int64_t block, const float *a, const float *b,
+                   const Output *output, float *c) {
   const int64_t groups = blocks_of(m, kFp32Rows);
   const int64_t vectors = fp32_vectors(columns), width = vectors * kLanes;
   for (int64_t p = 0; p < depths; p += block) {

@@ -1,4 +1,5 @@
-// Vectors of kLanes floats or int32 for the packing and the kernels of products: one name for each operation on each instruction set.
+// Vectors of kLanes floats or int32 for the packing and the kernels of products: one name for each operation on each instruction
+// set.
 #pragma once
 
 #include "common/platform.h"

@@ -66,7 +66,8 @@ void transpose(Line *x) {
   Line y[16];
 #pragma GCC unroll 16
   for (int i = 0; i < 16; i += 4) {
-    const __m512d low01 = _mm512_castps_pd(_mm512_unpacklo_ps(x[i], x[i + 1])), high01 = _mm512_castps_pd(_mm512_unpackhi_ps(x[i], x[i + 1]));
+    const __m512d low01 = _mm512_castps_pd(_mm512_unpacklo_ps(x[i], x[i + 1])),
+                  high01 = _mm512_castps_pd(_mm512_unpackhi_ps(x[i], x[i + 1]));
     const __m512d low23 = _mm512_castps_pd(_mm512_unpacklo_ps(x[i + 2], x[i + 3]));
     const __m512d high23 = _mm512_castps_pd(_mm512_unpackhi_ps(x[i + 2], x[i + 3]));
     y[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(low01, low23));
@@ -86,8 +87,8 @@ void transpose(Line *x) {
 }
 
 // `lines` lines from `line`, `elements` elements from `first`.
-void load_tile_lines(const mok::ProductOperand *operand, int32_t precision, int64_t line, int lines, int64_t first, int elements, bool turn,
-                     Tile *tile) {
+void load_tile_lines(const mok::ProductOperand *operand, int32_t precision, int64_t line, int lines, int64_t first, int elements,
+                     bool turn, Tile *tile) {
   const __mmask16 mask = static_cast<__mmask16>((1u << elements) - 1);
   Line x[kTile];
 #pragma GCC unroll 16
@@ -128,7 +129,8 @@ void transpose8(const float *from, float *to) {
   __m256 x[8], y[8];
   for (int i = 0; i < 8; ++i) x[i] = _mm256_load_ps(from + i * kTile);
   for (int i = 0; i < 8; i += 4) {
-    const __m256d low01 = _mm256_castps_pd(_mm256_unpacklo_ps(x[i], x[i + 1])), high01 = _mm256_castps_pd(_mm256_unpackhi_ps(x[i], x[i + 1]));
+    const __m256d low01 = _mm256_castps_pd(_mm256_unpacklo_ps(x[i], x[i + 1])),
+                  high01 = _mm256_castps_pd(_mm256_unpackhi_ps(x[i], x[i + 1]));
     const __m256d low23 = _mm256_castps_pd(_mm256_unpacklo_ps(x[i + 2], x[i + 3]));
     const __m256d high23 = _mm256_castps_pd(_mm256_unpackhi_ps(x[i + 2], x[i + 3]));
     y[i] = _mm256_castpd_ps(_mm256_unpacklo_pd(low01, low23));
@@ -143,8 +145,8 @@ void transpose8(const float *from, float *to) {
 }
 #endif
 
-void load_tile_lines(const mok::ProductOperand *operand, int32_t precision, int64_t line, int lines, int64_t first, int elements, bool turn,
-                     Tile *tile) {
+void load_tile_lines(const mok::ProductOperand *operand, int32_t precision, int64_t line, int lines, int64_t first, int elements,
+                     bool turn, Tile *tile) {
   Tile straight;
   Tile *const to = turn ? &straight : tile;
   for (int l = 0; l < kTile; ++l) {
@@ -165,7 +167,8 @@ void load_tile_lines(const mok::ProductOperand *operand, int32_t precision, int6
 #endif
 
 // Depth [depth, depth + depths) of rows or columns [outer, outer + outers), each at most 16.
-void load_tile(const mok::ProductOperand *operand, int32_t precision, int64_t outer, int outers, int64_t depth, int depths, Tile *tile) {
+void load_tile(const mok::ProductOperand *operand, int32_t precision, int64_t outer, int outers, int64_t depth, int depths,
+               Tile *tile) {
   if (operand->along_depth != 0) {
     load_tile_lines(operand, precision, outer, outers, depth, depths, true, tile);
   } else {

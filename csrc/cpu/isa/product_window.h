@@ -5,14 +5,16 @@
 // scaled fp32 value a byte holds the exponent: byte(a) + byte(b) is field(a) + field(b) - 127, which lies in 29 .. 125, and is
 // below 29 where one is zero or outside the window.
 // A block of 16 products for one row and a vector of columns, c scaled like the products:
-//   E = max(bytes, field of c); unit u = 2^(E - 25);  sum = trunc(c / u) + each trunc(a * b / u) in int32;  c = sum * u, toward zero.
+//   E = max(bytes, field of c); unit u = 2^(E - 25);  sum = trunc(c / u) + each trunc(a * b / u) in int32;  c = sum * u, toward
+//   zero.
 // a * b is exact in fp32; dividing by u adds 25 - E to the exponent field, and 25 - E >= 0, so that a zero stays tiny.
 // Why the bits are those of 4.2, which has more cases:
 //   - an element outside the window: its products are cut to zero and don't set E if E is at least their exponent + 27. That is
 //     tested where a block has such elements (product_bf16.h); a subnormal operand always counts as outside;
 //   - int32 overflows only if the 16 significands of a row and of a column both sum to 3983 or more (of 16 * 255): flagged;
 //   - E below 29: every c that arises is a multiple of the unit for 29, so a floor of 29 cuts nothing;
-//   - subnormal c, zero terms counting as -133: in the window all terms are multiples of 2^-149 (the windows are cut for that), so
+//   - subnormal c, zero terms counting as -133: in the window all terms are multiples of 2^-149 (the windows are cut for that),
+//   so
 //     that nothing is cut there, whatever E; and the result in 24 bits is exact where fp32 is subnormal;
 //   - infinity: the sums of a chain stay below 2^127 (product_bf16.h), infinite and NaN elements are flagged.
 #pragma once
@@ -22,10 +24,10 @@
 namespace MOK_ISA_NS {
 namespace {
 
-constexpr int kBlock = 16;          // depths of a step
-constexpr int kLargestField = 126;  // exponent field of the largest scaled element
-constexpr int kFloorField = 29;     // of the scaled exponent of the smallest product in the window
-constexpr int kRowOffset = 1, kColumnOffset = 126;             // byte = field - offset in the window
+constexpr int kBlock = 16;                               // depths of a step
+constexpr int kLargestField = 126;                       // exponent field of the largest scaled element
+constexpr int kFloorField = 29;                          // of the scaled exponent of the smallest product in the window
+constexpr int kRowOffset = 1, kColumnOffset = 126;       // byte = field - offset in the window
 constexpr int kRowOutside = -20, kColumnOutside = -100;  // the bytes of what is zero or outside
 
 constexpr uint8_t kOutside = 1, kNonFinite = 2, kHeavy = 4;  // flags of a block
@@ -58,7 +60,8 @@ struct alignas(64) ColumnBlock {
 
 #if MOK_ISA_LEVEL >= 3
 
-// c[kGroup][kPanel], scaled, goes on by one block. MXCSR is that of window_rounding(): not inlined, so that nothing moves past it.
+// c[kGroup][kPanel], scaled, goes on by one block. MXCSR is that of window_rounding(): not inlined, so that nothing moves past
+// it.
 __attribute__((noinline)) void window_step(const RowBlock *a, const ColumnBlock *b, float *c) {
   alignas(64) uint8_t largest[kGroup][kPanel];
   __m512i top[kGroup];
@@ -72,7 +75,8 @@ __attribute__((noinline)) void window_step(const RowBlock *a, const ColumnBlock 
   }
 #pragma GCC unroll 4
   for (int i = 0; i < kGroup; ++i) _mm512_store_si512(largest[i], top[i]);
-  const __m512i field_mask = _mm512_set1_epi32(0x7F800000), base = _mm512_set1_epi32((25 + 127) << 23), one = _mm512_set1_epi32(127 << 23);
+  const __m512i field_mask = _mm512_set1_epi32(0x7F800000), base = _mm512_set1_epi32((25 + 127) << 23),
+                one = _mm512_set1_epi32(127 << 23);
   for (int half = 0; half < kPanel; half += 32) {
     __m512i scale[kGroup][2], sum[kGroup][2];
 #pragma GCC unroll 4
@@ -127,7 +131,8 @@ __attribute__((noinline)) void window_step(const RowBlock *a, const ColumnBlock 
   }
 #pragma GCC unroll 3
   for (int i = 0; i < kGroup; ++i) _mm256_store_si256(reinterpret_cast<__m256i *>(largest[i]), top[i]);
-  const __m256i field_mask = _mm256_set1_epi32(0x7F800000), base = _mm256_set1_epi32((25 + 127) << 23), one = _mm256_set1_epi32(127 << 23);
+  const __m256i field_mask = _mm256_set1_epi32(0x7F800000), base = _mm256_set1_epi32((25 + 127) << 23),
+                one = _mm256_set1_epi32(127 << 23);
   for (int half = 0; half < kPanel; half += 16) {
     __m256i scale[kGroup][2], sum[kGroup][2];
 #pragma GCC unroll 3

@@ -67,7 +67,7 @@ def running_service(data_dir: Path) -> Iterator[str]:
     data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     log = data_dir / "serve.log"
     with log.open("wb") as output:
-        # A session of its own: Ctrl-C reaches only us, and we stop the service in order.
+        # Apart from us, so that Ctrl-C reaches only us, and we stop the service in order.
         service = subprocess.Popen(
             [sys.executable, "-m", "mok_service.cli", "serve", "--data-dir", str(data_dir), "--port", "0"],
             stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,

@@ -10,6 +10,7 @@ The OpenMP pool of torch sleeps between its turns (OMP_WAIT_POLICY=PASSIVE); a s
 from __future__ import annotations
 
 import argparse
+import ctypes
 import itertools
 import json
 import os
@@ -20,6 +21,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mok_service.errors import KernelError
+from mok_service.kernels import abi
+from mok_service.kernels.native import NativeBackend
 
 SOFTMAX_DEVIATION = 20.0  # of the logits of the softmax-like operand: many probabilities lie far below the window
 
@@ -54,13 +63,20 @@ SHAPES = (
 )
 
 
+def prepared(backend: NativeBackend, operation: str, **fields: Any) -> Callable[[], object]:
+    """The call of the library itself, as NativeBackend.call makes it, with its argument struct filled in once."""
+    struct = abi.OPERATIONS[operation](**{k: v.data_ptr() if isinstance(v, torch.Tensor) else v for k, v in fields.items()})
+    function, context = getattr(backend._library, operation), backend._context
+
+    def run() -> None:
+        status = function(context, ctypes.byref(struct))
+        assert status == abi.OK, (status, fields)  # the closure keeps the tensors
+
+    return run
+
+
 def contenders(shape: Shape, threads: int) -> dict[str, Callable[[], object]]:
     """One closure a contender; all compute the same product in their precision."""
-    import numpy as np
-    import torch
-
-    from mok_service.kernels.native import NativeBackend
-
     generator = torch.Generator().manual_seed(7)
     total = sum(shape.rows)
     offsets = [0]
@@ -78,11 +94,11 @@ def contenders(shape: Shape, threads: int) -> dict[str, Callable[[], object]]:
         precision = 1 if left.dtype == torch.bfloat16 else 0
         if groups == 1 and not shape.depth:
             fields = {"m": total, "n": shape.n, "k": shape.k, "lda": shape.k, "ldb": shape.k, "ldc": shape.n}
-            return lambda: backend.call("mok_product", precision=precision, trans_b=1, a=left, b=right, c=out, **fields)
+            return prepared(backend, "mok_product", precision=precision, trans_b=1, a=left, b=right, c=out, **fields)
         kind, m, k = ("depth", shape.k, total) if shape.depth else ("rows", total, shape.k)
         fields = {"m": m, "n": shape.n, "k": k, "groups": groups, "trans_b": int(not shape.depth)}
         operands = {"row_offsets": row_offsets, "a": left, "b": right, "c": out}
-        return lambda: backend.call(f"mok_grouped_product_by_{kind}", precision=precision, **fields, **operands)
+        return prepared(backend, f"mok_grouped_product_by_{kind}", precision=precision, **fields, **operands)
 
     def by_torch() -> None:
         for g, (first, last) in enumerate(ranges):
@@ -105,7 +121,7 @@ def contenders(shape: Shape, threads: int) -> dict[str, Callable[[], object]]:
     for isa in ("avx512", "avx2"):
         try:
             backend = NativeBackend("cpu", threads=threads, isa=isa)
-        except Exception as error:
+        except KernelError as error:
             print(f"without {isa}: {error}", file=sys.stderr)
             continue
         result[f"fp32 {isa}"] = ours(backend, a, b)

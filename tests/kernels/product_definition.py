@@ -10,21 +10,26 @@ from torch import Tensor
 
 F32 = NDArray[np.float32]
 
-KINDS = ("normal", "wide", "softmax", "raw", "finite", "subnormal", "small", "special")
+KINDS = ("normal", "wide", "blocks", "softmax", "raw", "finite", "subnormal", "small", "special")
 TILE = 64  # rows and columns that the model gets at once: larger ones leave the cache
 
 
 def bf16_matrix(rng: np.random.Generator, kind: str, shape: tuple[int, int]) -> Tensor:
     """A bfloat16 matrix of one of KINDS.
 
-    normal; wide (powers of two from 2^-30 to 2^30); softmax (rows that add up to 1, logits of deviation 20). Bit patterns: raw
-    (any), finite, subnormal (both operands near 2^-126), small (products around 2^-126), special (one in 64 infinite or NaN).
+    normal; wide (powers of two from 2^-30 to 2^30); blocks (squares of 16 of very different scale, a third of the elements 0);
+    softmax (rows that add up to 1, logits of deviation 20). Bit patterns: raw (any), finite, subnormal (both operands near
+    2^-126), small (products around 2^-126), special (one in 64 infinite or NaN).
     """
     values = rng.standard_normal(shape, dtype=np.float32)
     patterns = rng.integers(0, 1 << 16, shape)
     match kind:
         case "wide":
             values *= np.exp2(rng.integers(-30, 31, shape)).astype(np.float32)
+        case "blocks":
+            scale = np.exp2(rng.integers(-120, 120, [size // 16 + 1 for size in shape]))
+            values *= scale.repeat(16, 0).repeat(16, 1)[: shape[0], : shape[1]].astype(np.float32)
+            values[rng.random(shape) < 1 / 3] = 0
         case "softmax":
             values = torch.softmax(torch.from_numpy(values) * 20, dim=1).numpy()
         case "raw":

@@ -80,6 +80,8 @@ MODEL_CASES = [
     ("softmax", "normal", 512, 1024, 16),
     *((kind, kind, 512, 512, k) for kind in ("normal", "wide", "finite") for k in (1, 2, 7, 15)),
     *((kind, "normal", 512, 256, k) for kind in ("softmax", "wide", "normal") for k in (17, 31, 40)),
+    ("blocks", "blocks", 384, 384, 80),
+    ("blocks", "normal", 256, 256, 80),
     ("softmax", "wide", 192, 128, 256),
     ("wide", "wide", 192, 128, 257),
     ("normal", "normal", 64, 128, 2049),

@@ -336,7 +336,7 @@ class Node(Answer):
 
 
 class Record(BaseModel):
-    """The whole record of a run, as docs/record.md describes it."""
+    """The whole record of a run: identity, specs, code, environment, data, step chain, checkpoints, attempts, verdicts."""
 
     model_config = ConfigDict(extra="allow")
 

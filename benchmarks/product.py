@@ -66,11 +66,11 @@ SHAPES = (
 def prepared(backend: NativeBackend, operation: str, **fields: Any) -> Callable[[], object]:
     """The call of the library itself, as NativeBackend.call makes it, with its argument struct filled in once."""
     struct = abi.OPERATIONS[operation](**{k: v.data_ptr() if isinstance(v, torch.Tensor) else v for k, v in fields.items()})
-    function, context = getattr(backend._library, operation), backend._context
+    function = getattr(backend._library, operation)
 
-    def run() -> None:
-        status = function(context, ctypes.byref(struct))
-        assert status == abi.OK, (status, fields)  # the closure keeps the tensors
+    def run() -> None:  # keeps the backend and the tensors
+        status = function(backend._context, ctypes.byref(struct))
+        assert status == abi.OK, (status, fields)
 
     return run
 

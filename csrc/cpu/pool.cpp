@@ -1,6 +1,7 @@
 #include "cpu/pool.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -16,8 +17,9 @@
 namespace mok {
 namespace {
 
-// A worker looks for the next loop this often before it sleeps: about 20 microseconds, less than waking costs.
-constexpr int kSpins = 500;
+// A thread looks this long for its next loop before it sleeps: longer than Python takes between two operations, far less than
+// would disturb other processes. Not at all where threads have to share cores.
+constexpr std::chrono::microseconds kSpin{100};
 
 inline void pause_briefly() noexcept {
 #if defined(__x86_64__)
@@ -27,10 +29,14 @@ inline void pause_briefly() noexcept {
 #endif
 }
 
-void wait_while_equal(const std::atomic<uint32_t> &word, uint32_t value) noexcept {
-  for (int spin = 0; spin < kSpins; ++spin) {
-    if (word.load(std::memory_order_acquire) != value) return;
-    pause_briefly();
+void wait_while_equal(const std::atomic<uint32_t> &word, uint32_t value, bool spin) noexcept {
+  const auto end = std::chrono::steady_clock::now() + kSpin;
+  while (spin) {
+    for (int i = 0; i < 16; ++i) {
+      if (word.load(std::memory_order_acquire) != value) return;
+      pause_briefly();
+    }
+    spin = std::chrono::steady_clock::now() < end;
   }
   word.wait(value, std::memory_order_acquire);
 }
@@ -95,7 +101,7 @@ bool Memory::reserve(size_t bytes) noexcept {
   return true;
 }
 
-Pool::Pool(int32_t threads) : memory_(static_cast<size_t>(threads)) {
+Pool::Pool(int32_t threads) : spin_(threads <= usable_cores()), memory_(static_cast<size_t>(threads)) {
   workers_.reserve(memory_.size() - 1);
   try {
     for (size_t index = 1; index < memory_.size(); ++index) workers_.emplace_back([this, index] { work(index); });
@@ -147,7 +153,7 @@ void Pool::run(int64_t tasks, Task task, const void *body) noexcept {
   if (!shared) return;
   uint32_t inside = gate_.fetch_or(kClosed, std::memory_order_acq_rel) | kClosed;
   while (inside != kClosed) {
-    wait_while_equal(gate_, inside);
+    wait_while_equal(gate_, inside, spin_);
     inside = gate_.load(std::memory_order_acquire);
   }
 }
@@ -156,7 +162,7 @@ void Pool::work(size_t index) noexcept {
   const FloatingEnvironment environment;
   uint32_t seen = 0;
   for (;;) {
-    wait_while_equal(loops_, seen);
+    wait_while_equal(loops_, seen, spin_);
     seen = loops_.load(std::memory_order_acquire);
     if (stop_.load(std::memory_order_relaxed)) return;
     uint32_t gate = gate_.load(std::memory_order_relaxed);

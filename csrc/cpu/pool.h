@@ -64,6 +64,7 @@ class Pool {
   Task task_ = nullptr;
   const void *body_ = nullptr;
   std::atomic<bool> stop_{false};
+  const bool spin_;
   std::vector<Memory> memory_;  // of each thread
   std::vector<std::thread> workers_;
 };

@@ -19,6 +19,8 @@ DataDir = Annotated[Path, typer.Option("--data-dir", envvar="MOK_DATA_DIR", show
                                        help="The embedded service's folder.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Id of a run; latest for the newest.")]
+KeyFile = Annotated[Path | None, typer.Option("--key", metavar="FILE", help="Public keys that you trust, in PEM; "
+                                                                            "`mok keys export` writes such a file.")]
 DATA_DIR = Path(".mok")
 
 

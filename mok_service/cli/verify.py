@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mok_service.cli.options import DATA_DIR, AsJson, DataDir, RunArgument, Url, reader, run_id, service
+from mok_service.cli.options import DATA_DIR, AsJson, DataDir, KeyFile, RunArgument, Url, reader, run_id, service
 
 if TYPE_CHECKING:
     from mok_service.cli.local import Local
     from mok_service.client import Client
+    from mok_service.provenance.verify import Finding
 
 
 class Level(StrEnum):
@@ -28,18 +30,30 @@ def add_to(app: typer.Typer) -> None:
 
 
 def verify(
-    run: RunArgument,
-    level: Annotated[Level, typer.Option(help="check: the record's links, and every checkpoint's bytes against their digests. "
+    run: Annotated[str, typer.Argument(metavar="RUN|FOLDER", help="Id of a run; latest for the newest; or a folder that "
+                                                                  "`mok export` wrote, which is checked by itself.")],
+    level: Annotated[Level, typer.Option(help="check: the record's links, every checkpoint's bytes against their digests, the "
+                                              "attestation and its place in the log. "
                                               "rerun: train all of it again, and compare each step.")] = Level.CHECK,
+    key: KeyFile = None,
     url: Url = None, data_dir: DataDir = DATA_DIR, as_json: AsJson = False,
 ) -> None:
-    """Judge a run. Exits 0 for INTACT or REPRODUCED, 3 for DIVERGED, 4 for TAMPERED, 5 for INCONCLUSIVE."""
+    """Judge a run, or an exported one.
+
+    A signature counts by the keys in --key; for a run without --key, by those of the service itself; for a folder without --key
+    by none, so that nothing is concluded. Exits 0 for INTACT or REPRODUCED, 3 for DIVERGED, 4 for TAMPERED, 5 for INCONCLUSIVE.
+    """
     from mok_service.cli.following import exit_for_verdict, follow, tell_verdict
 
+    if is_folder(run):
+        if level is not Level.CHECK:
+            raise typer.BadParameter("an exported run is only checked; to train it again, submit its spec", param_hint="--level")
+        tell_verdict({"folder": run, "level": level.value, **check_folder(Path(run), key)}, as_json)
+        return
     if level is Level.CHECK:
         with reader(url, data_dir) as source:
             found = run_id(source, run)
-            tell_verdict({"run": found, "level": level.value, **check(source, found, source.provenance(found))}, as_json)
+            tell_verdict({"run": found, "level": level.value, **check(source, found, source.provenance(found), key)}, as_json)
         return
     with service(url, data_dir) as client:
         original = client.run(run_id(client, run))
@@ -71,10 +85,42 @@ def provenance(
         tell_verdict(verdict, as_json, quiet=as_json)
 
 
-def check(source: Client | Local, run: str, record: dict[str, Any]) -> dict[str, Any]:
-    """Level check, by this program itself: the service's word isn't taken for anything."""
+def check(source: Client | Local, run: str, record: dict[str, Any], key: Path | None = None) -> dict[str, Any]:
+    """Level check, by this program itself: the service's word is taken for nothing but, without a key file, its own keys."""
+    from mok_service.provenance.attested import worst
     from mok_service.provenance.measure import measure
     from mok_service.provenance.verify import check as check_record
 
     found = measure(record, lambda step, name: source.checkpoint_file(run, step, name))
-    return check_record(record, found).as_dict()
+    return worst([check_record(record, found), *_attested(source, run, record, key)]).as_dict()
+
+
+def _attested(source: Client | Local, run: str, record: dict[str, Any], key: Path | None) -> list[Finding]:
+    """The verdict on the run's attestation; none when there is no attestation and no key file that asks for one."""
+    from mok_service.cli.proof import trusted_keys
+    from mok_service.errors import NotFound, Tampered
+    from mok_service.export import evidence_of
+    from mok_service.provenance.attested import check_attestation
+    from mok_service.provenance.verify import Finding
+
+    trusted = trusted_keys(source, key)
+    try:
+        return [check_attestation(record, evidence_of(source, run), trusted)]
+    except NotFound as missing:
+        return [] if key is None else [Finding("INCONCLUSIVE", missing.message, "attestation")]
+    except Tampered as fault:
+        return [Finding("TAMPERED", fault.message, fault.detail.get("field"))]
+
+
+def is_folder(text: str) -> bool:
+    """Whether a RUN|FOLDER argument means a folder: a run's id never does, unless it's written as a path."""
+    named_run = text == "latest" or text.startswith("run_")
+    return not named_run and Path(text).is_dir()
+
+
+def check_folder(folder: Path, key: Path | None) -> dict[str, Any]:
+    """Level check of an exported run, by its files and the trusted keys alone."""
+    from mok_service.export import verify_export
+    from mok_service.provenance.keys import public_keys
+
+    return verify_export(folder, {} if key is None else public_keys(key)).as_dict()

@@ -101,11 +101,20 @@ def public_keys(path: Path) -> dict[str, PublicKey]:
 
     Raises InvalidSpec when the file holds none, or something else.
     """
+    try:
+        text = path.read_text(errors="replace")
+    except OSError as error:
+        raise InvalidSpec(f"the key file {path} can't be read: {error.strerror}") from None
+    return public_keys_of(text, path.name)
+
+
+def public_keys_of(text: str, name: str) -> dict[str, PublicKey]:
+    """The keys in a text of PEM blocks, by their ids; `name` says where it is from. Raises as `public_keys` does."""
     end = "-----END PUBLIC KEY-----"
-    blocks = [block + end for block in path.read_text(errors="replace").split(end) if "BEGIN PUBLIC KEY" in block]
-    keys = [_load_public(block.encode(), path) for block in blocks]
+    blocks = [block + end for block in text.split(end) if "BEGIN PUBLIC KEY" in block]
+    keys = [_load_public(block.encode(), name) for block in blocks]
     if not keys:
-        raise InvalidSpec(f"{path.name} holds no public key; allowed: Ed25519 public keys in PEM, one after the other")
+        raise InvalidSpec(f"{name} holds no public key; allowed: Ed25519 public keys in PEM, one after the other")
     return {key.id: key for key in keys}
 
 
@@ -113,13 +122,13 @@ def write_public_keys(path: Path, keys: Iterable[PublicKey]) -> None:
     path.write_text("".join(key.pem for key in keys))
 
 
-def _load_public(pem: bytes, path: Path) -> PublicKey:
+def _load_public(pem: bytes, name: str) -> PublicKey:
     try:
         key = load_pem_public_key(pem)
     except ValueError as error:
-        raise InvalidSpec(f"{path.name} holds something that is no public key: {error}") from None
+        raise InvalidSpec(f"{name} holds something that is no public key: {error}") from None
     if not isinstance(key, Ed25519PublicKey):
-        raise InvalidSpec(f"{path.name} holds a key of type {type(key).__name__}; allowed: Ed25519")
+        raise InvalidSpec(f"{name} holds a key of type {type(key).__name__}; allowed: Ed25519")
     return PublicKey(key)
 
 

@@ -41,13 +41,14 @@ def _checkpoint(checkpoint: Mapping[str, Any], read: Read) -> FoundCheckpoint:
         name = file["name"]
         try:
             stream = _Stream(read(checkpoint["step"], name))
-            if name.endswith(".safetensors"):
-                tensors[name] = list(_tensors(stream))
-        except NotFound:
+            try:
+                if name.endswith(".safetensors"):
+                    tensors[name] = list(_tensors(stream))
+            except ValueError as error:
+                fault = fault or f"{name}: {error}"
+            stream.skip()
+        except NotFound:  # raised by read, or when the first piece is asked for
             continue
-        except ValueError as error:
-            fault = fault or f"{name}: {error}"
-        stream.skip()
         files[name] = FoundFile(stream.size, stream.sha256.hexdigest())
     if fault is not None or tensors.keys() != {WEIGHTS, OPTIMIZER}:
         return FoundCheckpoint(files, None, fault)

@@ -1,0 +1,154 @@
+"""Verbs about what is signed: export, keys, log."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mok_service.cli.options import DATA_DIR, AsJson, DataDir, KeyFile, RunArgument, Url, reader, run_id
+
+if TYPE_CHECKING:
+    from mok_service.cli.local import Local
+    from mok_service.client import Client
+    from mok_service.provenance.keys import PublicKey
+
+keys_app = typer.Typer(help="The service's public keys.", no_args_is_help=True, rich_markup_mode=None)
+log_app = typer.Typer(help="The append-only log of attestations.", no_args_is_help=True, rich_markup_mode=None)
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add these verbs to the command."""
+    app.command(epilog="Example: mok export latest --to /tmp/run")(export)
+    keys_app.command(epilog="Example: mok keys show")(show)
+    keys_app.command("export", epilog="Example: mok keys export trusted.pem")(export_keys)
+    app.add_typer(keys_app, name="keys", epilog="Example: mok keys show")
+    log_app.command(epilog="Example: mok log verify --key trusted.pem")(verify)
+    app.add_typer(log_app, name="log", epilog="Example: mok log verify")
+
+
+def export(
+    run: RunArgument,
+    to: Annotated[Path, typer.Option("--to", metavar="FOLDER", help="Where to; it must not be there yet, or be empty.")],
+    url: Url = None, data_dir: DataDir = DATA_DIR, as_json: AsJson = False,
+) -> None:
+    """Write a run into a folder.
+
+    Record, attestation, proof that the log has it, and checkpoints: `mok verify FOLDER` needs neither service nor database.
+    """
+    from mok_service import render
+    from mok_service.export import write_export
+
+    with reader(url, data_dir) as source:
+        manifest = write_export(source, run_id(source, run), to)
+    if as_json:
+        render.print_json(manifest)
+    else:
+        size = sum(file["size"] for file in manifest["files"])
+        render.show(f"{manifest['run']}: {len(manifest['files'])} files, {size} bytes in {to}")
+
+
+def show(url: Url = None, data_dir: DataDir = DATA_DIR, as_json: AsJson = False) -> None:
+    """Print the public keys that have signed here, with their ids."""
+    from mok_service import render
+
+    with reader(url, data_dir) as source:
+        found = source.signing_keys()
+    if as_json:
+        render.print_json({"items": found})
+        return
+    for key in found:
+        render.show(f"{key['id']}  since {key['at']}\n{key['pem'].rstrip()}")
+
+
+def export_keys(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to; it must not be there yet.")],
+    url: Url = None, data_dir: DataDir = DATA_DIR, as_json: AsJson = False,
+) -> None:
+    """Write the service's public keys to a file, to be given as --key to who shall trust them."""
+    from mok_service import render
+    from mok_service.errors import Conflict, NotFound
+
+    with reader(url, data_dir) as source:
+        found = source.signing_keys()
+    if not found:
+        raise NotFound("no key has signed here yet")
+    try:
+        with file.open("x") as stream:
+            stream.write("".join(key["pem"] for key in found))
+    except FileExistsError:
+        raise Conflict(f"{file} is there already", file=str(file)) from None
+    if as_json:
+        render.print_json({"file": str(file), "keys": [key["id"] for key in found]})
+    else:
+        render.show(f"{file}: " + ", ".join(key["id"] for key in found))
+
+
+def verify(key: KeyFile = None, url: Url = None, data_dir: DataDir = DATA_DIR, as_json: AsJson = False) -> None:
+    """Check the whole log.
+
+    All entries against the signed head, and that the log seen last by this user from this service is its beginning. Exits 0 for
+    INTACT, 4 for TAMPERED, 5 for INCONCLUSIVE.
+    """
+    from mok_service.cli.following import tell_verdict
+    from mok_service.errors import NotFound
+    from mok_service.provenance.attested import check_log
+    from mok_service.provenance.verify import Finding
+
+    place = seen_file(url, data_dir)
+    seen = _seen(place)
+    with reader(url, data_dir) as source:
+        try:
+            head = source.log_head()
+        except NotFound:
+            if seen is None:
+                raise
+            finding = Finding("TAMPERED", "the log is empty, and had entries when it was seen last", "log.size")
+        else:
+            finding = check_log(head, source.log_entries(), trusted_keys(source, key), seen)
+            if finding.verdict == "INTACT":
+                _remember(place, head)
+    tell_verdict(finding.as_dict(), as_json)
+
+
+def trusted_keys(source: Client | Local, file: Path | None) -> dict[str, PublicKey]:
+    """The keys in the file; without one those that the service says are its own."""
+    from mok_service.provenance.keys import public_keys, public_keys_of
+
+    if file is not None:
+        return public_keys(file)
+    own = "".join(key["pem"] for key in source.signing_keys())
+    return public_keys_of(own, "the service's list of keys") if own else {}
+
+
+# ---- What this user saw last -----------------------------------------------------------------------------------------
+
+def seen_file(url: str | None, data_dir: Path) -> Path:
+    """Where the last head of a service is kept: by its address, or by its data folder, whose service changes addresses."""
+    base = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
+    server = url.rstrip("/") if url else str(data_dir.resolve())
+    return base / "mok" / "heads" / f"{hashlib.sha256(server.encode()).hexdigest()}.json"
+
+
+def _seen(path: Path) -> dict[str, Any] | None:
+    from mok_service.errors import InvalidSpec
+
+    try:
+        value = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise InvalidSpec(f"{path}, which keeps the log's head as seen last, can't be read ({error}); remove it to begin anew",
+                          file=str(path)) from None
+    return dict(value)
+
+
+def _remember(path: Path, head: dict[str, Any]) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(head) + "\n")
+    partial.replace(path)

@@ -176,9 +176,19 @@ def test_another_schedulers_lease_must_expire_first(make_world: MakeWorld) -> No
     assert not world.clusters[0].handles
 
 
-def test_closing_gives_the_run_back_and_nothing_is_lost(world: World) -> None:
+def test_closing_gives_the_run_back_and_nothing_is_lost(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    opens = Opens({20: "wait"}, gate=True)
+    world = make_world(opens=opens)
     run_id = world.submit(steps=40)
     world.stored(run_id, 3)
+    end = InProcessHandle.end
+
+    def end_while_it_computes(handle: InProcessHandle) -> None:
+        end(handle)
+        assert opens.go is not None
+        opens.go.set()
+
+    monkeypatch.setattr(InProcessHandle, "end", end_while_it_computes)
     world.scheduler.close(lambda: world.now)
     run = world.run(run_id)
     assert run.status == "queued" and world.ends(run_id) == ["service_restarted"] and not world.cluster.handles

@@ -10,6 +10,10 @@
  *   - `precision` chooses the operand dtype: MOK_FP32 -> float, MOK_BF16 -> uint16_t holding bfloat16 ("operand" below).
  *   - Pointers are device pointers for the CUDA backend, host pointers for the CPU backend; the structs live on the host.
  *   - The CUDA backend enqueues on the context's stream and does not synchronise. The CPU backend returns when done.
+ *     What the host can't check then (ids, labels, positions, slots, experts, capacities) is skipped on the device and recorded:
+ *     every later call of that context returns MOK_INVALID with the numbers.
+ *   - The CUDA library also has mok_blake3 (cuda/blake3.h) and mok_probe (cuda/probe.h); mok_context_create probes each device
+ *     once and refuses one whose tensor cores follow another rule (MOK_DEVICE, with the operands; MOK_UNSUPPORTED by architecture).
  *   - Outputs may not alias inputs except where said.
  *   - Mirrored by mok_service/kernels/abi.py; tests/kernels/test_abi.py compares the two.
  */
@@ -50,7 +54,8 @@ typedef struct {
   int32_t threads;     /* CPU: worker threads, 0 = all cores that this process may use */
   int32_t isa;         /* CPU: mok_isa */
   int32_t device;      /* CUDA: device ordinal */
-  int32_t tile_limit;  /* tests: > 0 shrinks every cache block to at most this many rows, columns and 16-blocks; 0 = off */
+  int32_t tile_limit;  /* tests; 0 = off. CPU: > 0 shrinks every cache block to at most this many rows, columns and 16-blocks.
+                        * CUDA: 1 to 5 forces one row of the table of tiles, 5 also attention by blocks */
   void *stream;        /* CUDA: cudaStream_t, NULL = default stream */
 } mok_context_options;
 
@@ -301,7 +306,7 @@ typedef struct {
 MOK_API mok_status mok_adamw(mok_context *, const mok_adamw_args *);
 
 /* ---- Random streams [14] -------------------------------------------------------------------------------------------------- */
-/* out[i] = float(mean + std * normal(seed, stream, first + i)) */
+/* out[i] = float(std * normal(seed, stream, first + i)) */
 typedef struct { uint64_t seed, stream; int64_t first, count; double std; float *out; } mok_random_normal_args;
 MOK_API mok_status mok_random_normal(mok_context *, const mok_random_normal_args *);
 /* out[i] = position of first + i in a random permutation of [0, n) (host memory in every backend) */

@@ -336,7 +336,8 @@ class Node(Answer):
 
 
 class Record(BaseModel):
-    """The whole record of a run: identity, specs, code, environment, data, step chain, checkpoints, attempts, verdicts."""
+    """The whole record of a run: identity, specs, code, environment, data, step chain, checkpoints, attempts, verdicts;
+    docs/provenance.md describes it."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -105,7 +105,11 @@ def _json_bytes(value: Mapping[str, Any]) -> Iterator[bytes]:
 def _write(folder: Path, name: str, pieces: Iterable[bytes]) -> dict[str, Any]:
     path, size, digest = inside(folder, name), 0, hashlib.sha256()
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("xb") as file:
+    try:
+        file = path.open("xb")
+    except FileExistsError:
+        raise Tampered(f"the record names the file {name!r:.200} twice", field="name", got=name[:200]) from None
+    with file:
         for piece in pieces:
             file.write(piece)
             size += len(piece)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from base64 import b64decode
+from collections.abc import Callable
 
 import httpx
 import pytest
 from securesystemslib.dsse import Envelope
 from securesystemslib.exceptions import VerificationError
 from securesystemslib.signer import SSlibKey  # type: ignore[attr-defined]  # it lists no exports
+from sqlalchemy import select, update
 
 from mok_service.client import Client
+from mok_service.db.tables import attestations, log_entries, step_records
 from mok_service.provenance import merkle, tree
 from mok_service.provenance.digest import Digest
 from mok_service.provenance.keys import SigningKey
@@ -85,3 +88,44 @@ def test_a_proof_of_what_is_not_there_is_refused(api: httpx.Client, worker: Work
     submit_and_work(api, worker)
     assert api.get(f"/v1/log/proof?{query}").status_code == 422
     assert api.get("/v1/log/proof?size=1&index=0").json()["proof"] == []
+
+
+def swap_attestations(service: Service, run: str, other: str) -> None:
+    with service.db.write() as tx:
+        held = {row.run_id: row.envelope for row in tx.execute(select(attestations))}
+        for name, envelope in ((run, held[other]), (other, held[run])):
+            tx.execute(update(attestations).where(attestations.c.run_id == name).values(envelope=envelope))
+
+
+def flip_signature(service: Service, run: str, other: str) -> None:
+    with service.db.write() as tx:
+        envelope = tx.execute(select(attestations.c.envelope).where(attestations.c.run_id == run)).scalar_one()
+        text = envelope["signatures"][0]["sig"]
+        envelope["signatures"][0]["sig"] = ("B" if text[0] == "A" else "A") + text[1:]
+        tx.execute(update(attestations).where(attestations.c.run_id == run).values(envelope=envelope))
+
+
+def change_a_duration(service: Service, run: str, other: str) -> None:
+    with service.db.write() as tx:
+        tx.execute(update(step_records).where(step_records.c.run_id == run, step_records.c.step == 1).values(seconds=7.0))
+
+
+def change_the_other_entry(service: Service, run: str, other: str) -> None:
+    with service.db.write() as tx:
+        tx.execute(update(log_entries).where(log_entries.c.log_index == 1).values(entry=Digest("sha256", "0" * 64)))
+
+
+@pytest.mark.parametrize(("harm", "field"), [
+    (swap_attestations, "record"), (flip_signature, "signature"), (change_a_duration, "record"),
+    (change_the_other_entry, "log.proof"),
+])
+def test_the_service_finds_what_was_changed_in_its_database(
+    api: httpx.Client, service: Service, worker: Worker, harm: Callable[[Service, str, str], None], field: str
+) -> None:
+    run, other = submit_and_work(api, worker, 2)
+    before = api.post("/v1/verifications", json={"run": run}).json()
+    assert before["verdict"] == "INTACT" and "attested by key" in before["message"]
+    harm(service, run, other)
+    after = api.post("/v1/verifications", json={"run": run}).json()
+    assert (after["verdict"], after["field"]) == ("TAMPERED", field)
+    assert api.get(f"/v1/runs/{run}/verifications").json()["items"] == [before, after]

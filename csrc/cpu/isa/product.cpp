@@ -8,7 +8,7 @@ namespace MOK_ISA_NS {
 namespace {
 
 constexpr int64_t kDepthsAtOnce = 2048;          // of A packed at a time, a multiple of kFp32Depth
-constexpr int64_t kRowsMost = 96;                // of a task; a multiple of every kernel's rows
+constexpr int64_t kRowsMost = 288;                // of a task; a multiple of every kernel's rows
 constexpr size_t kRowsBytes = 512 * 1024;        // of A packed at a time: half of a second-level cache
 constexpr size_t kOverrun = 16 * sizeof(float);  // fp32_pack writes whole rows of 16
 
@@ -21,6 +21,9 @@ int64_t panel_columns(int32_t precision, int64_t tile_limit) {
 }
 
 int64_t depths_at_once(int64_t tile_limit) { return tile_limit > 0 ? least(kDepthsAtOnce, kBlock * tile_limit) : kDepthsAtOnce; }
+
+// Depths of a block of a kernel's work in precision fp32.
+int64_t fp32_depths(int64_t depths_most) { return least(kFp32Depth, depths_most); }
 
 size_t panel_bytes(int32_t precision, int64_t k) {
   if (precision == MOK_BF16) return panel_header_bytes(k) + static_cast<size_t>(blocks_of(k, kBlock)) * sizeof(ColumnBlock);
@@ -59,7 +62,8 @@ Work plan_work(int32_t precision, int64_t m, int64_t panels, int64_t k, int64_t 
     work.rows_bytes = static_cast<size_t>(work.groups * blocks) * sizeof(RowBlock);
     work.state_bytes = static_cast<size_t>(work.tile_rows) * kVectors;
   } else {
-    work.rows_bytes = mok::scratch_bytes(static_cast<size_t>(m * depths) * sizeof(float) + kOverrun);
+    const int64_t parts = blocks_of(depths, fp32_depths(depths_most)) * work.groups;
+    work.rows_bytes = mok::scratch_bytes(static_cast<size_t>(m * depths + parts * kTile) * sizeof(float));
   }
   work.tile_bytes = static_cast<size_t>(work.tile_rows * panel_width(precision)) * sizeof(float);
   return work;
@@ -172,7 +176,7 @@ void product_rows(const mok::ProductRows *product, mok::Scratch *scratch) {
   float *const tiles = static_cast<float *>(mok::scratch_take(scratch, static_cast<size_t>(work.panels) * work.tile_bytes));
   uint8_t *const states = static_cast<uint8_t *>(mok::scratch_take(scratch, static_cast<size_t>(work.panels) * work.state_bytes));
   const Header header = bf16 ? task_header(product) : Header{};
-  const int64_t fp32_block = least(kFp32Depth, work.depths);
+  const int64_t fp32_block = fp32_depths(work.depths);
 
   int64_t depth = 0;
   do {

@@ -78,17 +78,25 @@ void fp32_pack(const mok::ProductOperand *operand, int64_t outer, int64_t outers
 // Groups of rows as equal as they can be: group g of `groups` begins here.
 int64_t fp32_group(int64_t m, int64_t groups, int64_t g) { return g * (m / groups) + least(g, m % groups); }
 
-// Packed rows of A for depths [depth, depth + depths), in blocks of `block` depths.
+// Floats of `rows` packed rows and `depths` depths; fp32_pack loses some behind them.
+int64_t fp32_packed(int64_t rows, int64_t depths) { return rows * depths + kTile; }
+
+// Packed rows of A for depths [depth, depth + depths), in blocks of `block` depths, a multiple of 16. Lines that run along the
+// depth are read group by group; others once for all groups, while they are in the cache.
 void fp32_pack_rows(const mok::ProductOperand *a, int64_t first_row, int64_t m, int64_t depth, int64_t depths, int64_t block,
                     float *to) {
   const int64_t groups = blocks_of(m, kFp32Rows);
   for (int64_t p = 0; p < depths; p += block) {
-    const int64_t p_count = least(block, depths - p);
-    for (int64_t g = 0; g < groups; ++g) {
-      const int64_t row = fp32_group(m, groups, g), rows = fp32_group(m, groups, g + 1) - row;
-      fp32_pack(a, first_row + row, rows, rows, depth + p, p_count, to);
-      to += rows * p_count;
+    const int64_t p_count = least(block, depths - p), step = a->along_depth != 0 ? block : kTile;
+    for (int64_t q = 0; q < p_count; q += step) {
+      float *group = to;
+      for (int64_t g = 0; g < groups; ++g) {
+        const int64_t row = fp32_group(m, groups, g), rows = fp32_group(m, groups, g + 1) - row;
+        fp32_pack(a, first_row + row, rows, rows, depth + p + q, least(step, p_count - q), group + q * rows);
+        group += fp32_packed(rows, p_count);
+      }
     }
+    to += m * p_count + groups * kTile;
   }
 }
 
@@ -105,7 +113,7 @@ void fp32_multiply(int64_t m, int64_t columns, int64_t depths, int64_t block, co
       // The first groups ask for the block of the panel, or the panel, that comes after this one.
       const float *const soon = g * 64 < width * 4 ? b + p_count * width + g * p_count * 16 : b;
       kFp32Kernels[rows - 1][vectors - 1](p_count, a, b, reinterpret_cast<const unsigned char *>(soon), c + row * kFp32Columns);
-      a += rows * p_count;
+      a += fp32_packed(rows, p_count);
     }
     b += p_count * width;
   }

@@ -8,10 +8,11 @@ from base64 import b64decode
 from typing import Any
 
 import pytest
+from alembic import command
 
 from mok_service import jobs, runs
 from mok_service.db import queries
-from mok_service.db.session import Database
+from mok_service.db.session import Database, alembic_config, upgrade
 from mok_service.errors import InvalidSpec, NotFound
 from mok_service.provenance import merkle, tree
 from mok_service.provenance.attest import BUILD_TYPE, check_statement, open_envelope
@@ -131,6 +132,19 @@ def test_another_key_continues_the_log(db: Database, clock: Clock) -> None:
     assert [key["id"] for key in runs.signing_keys(db)] == [KEY.public.id, other.public.id]
     assert tree.open_head(runs.log_head(db), TRUSTED | {other.public.id: other.public}).signer == other.public
     assert tree.open_head(runs.log_head(db), TRUSTED).signer is None, "an unknown key"
+
+
+def test_runs_that_ended_before_there_were_attestations_get_theirs(empty_url: str, clock: Clock) -> None:
+    upgrade(empty_url)
+    db, config = Database(empty_url, clock=clock), alembic_config()
+    ended = trained(db, clock)[1]
+    with db.write() as tx:
+        config.attributes["connection"] = tx
+        command.downgrade(config, "0001")
+    upgrade(empty_url)
+    assert runs.unattested(db) == [(ended.id, "local")] and Signer(db, KEY).tick() == 1
+    check_statement(runs.provenance(db, ended.id), statement_of(db, ended.id))
+    db.close()
 
 
 def test_nothing_is_left_of_an_attestation_that_failed(db: Database, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ namespace {
 
 constexpr int64_t kDepthsAtOnce = 2048;          // of A packed at a time, a multiple of kFp32Depth
 constexpr int64_t kRowsMost = 288;               // of a task; a multiple of every kernel's rows
-constexpr size_t kRowsBytes = 512 * 1024;        // of A packed at a time: half of a second-level cache
+constexpr size_t kRowsBytes = 896 * 1024;        // of A packed at a time: most of a second-level cache
 constexpr size_t kOverrun = 16 * sizeof(float);  // fp32_pack writes whole rows of 16
 
 int64_t panel_width(int32_t precision) { return precision == MOK_BF16 ? kPanel : kFp32Columns; }

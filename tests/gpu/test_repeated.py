@@ -99,7 +99,7 @@ def test_one_result_beside_other_work() -> None:
     first = [tensor.clone() for tensor in work.outputs()]
     torch.cuda.synchronize()
     noise_stream, own_stream = (torch.cuda.Stream() for _ in range(2))  # type: ignore[no-untyped-call]
-    elsewhere = NativeBackend("cuda", stream=own_stream.cuda_stream)
+    elsewhere = NativeBackend("cuda", stream=own_stream)
     x = torch.randn(4096, 4096, device="cuda", dtype=BF16)
     for run in range(RUNS):
         with torch.cuda.stream(noise_stream):
@@ -119,7 +119,7 @@ def test_one_result_from_a_graph() -> None:
     work.run(gpu)
     first = [tensor.clone() for tensor in work.outputs()]
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    captured = NativeBackend("cuda", stream=stream.cuda_stream)
+    captured = NativeBackend("cuda", stream=stream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):

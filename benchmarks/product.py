@@ -32,6 +32,8 @@ from mok_service.kernels.native import NativeBackend
 
 SOFTMAX_DEVIATION = 20.0  # of the logits of the softmax-like operand: many probabilities lie far below the window
 
+PAUSE_SECONDS, BURST_SECONDS, BURST_RUNS = 0.2, 0.06, 4
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -131,17 +133,23 @@ def contenders(shape: Shape, threads: int) -> dict[str, Callable[[], object]]:
 
 
 def measure(shape: Shape, threads: int, seconds: float) -> dict[str, list[float]]:
-    """Seconds of each run of each contender, in turns, after a first one that is not counted."""
+    """Seconds of each run of each contender. They take turns of a burst each, after a pause in which the threads of the one
+    before stop spinning; the burst's first runs wake the contender's own threads, and aren't counted.
+    """
     runs = contenders(shape, threads)
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for run in runs.values():
-        run()
     end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times["torch"]) < 5:
+    while time.perf_counter() < end or len(times["torch"]) < 3 * BURST_RUNS:
         for name, run in runs.items():
-            start = time.perf_counter()
+            time.sleep(PAUSE_SECONDS)
+            awake = time.perf_counter() + BURST_SECONDS
             run()
-            times[name].append(time.perf_counter() - start)
+            while time.perf_counter() < awake:
+                run()
+            for _ in range(BURST_RUNS):
+                start = time.perf_counter()
+                run()
+                times[name].append(time.perf_counter() - start)
     return times
 
 

@@ -498,7 +498,8 @@ class Model:
         count = math.prod(shape)
         flat = self._buffers.get(name)
         if flat is None or flat.numel() < count:
-            flat = self._buffers[name] = torch.empty(count, dtype=dtype, device=self.backend.device)
+            # Zeros: rows beyond the routed ones are read, and ignored, before anything has written them.
+            flat = self._buffers[name] = torch.zeros(count, dtype=dtype, device=self.backend.device)
         return flat[:count].view(shape)
 
     def _operand(self, name: str, *shape: int) -> Tensor:

@@ -15,11 +15,12 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from mok_service.kernels import load_backend
+from mok_service.kernels.layers import attention_scale
+from mok_service.kernels.moe import routing_capacity
 from mok_service.kernels.native import F32, I32, OPERAND_DTYPES, U8, NativeBackend
 
 __all__ = ["MoELayer", "attention", "linear", "moe", "rms_norm"]
@@ -143,10 +144,6 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float = 1e-6) -> Tensor:
 # ---- attention [9] -------------------------------------------------------------------------------------------------------
 
 
-def _scale(head_size: int) -> float:
-    return float(np.float32(1) / np.sqrt(np.float32(head_size)))
-
-
 @torch.library.custom_op("mok::attention", mutates_args=())
 def _attention(q: Tensor, k: Tensor, v: Tensor, sequences: int, head_size: int, precision: str) -> tuple[Tensor, Tensor, Tensor]:
     b = _backend(q)
@@ -161,7 +158,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, sequences: int, head_size: int, 
         sequences=sequences,
         heads=heads,
         kv_heads=kv_heads,
-        scale=_scale(head_size),
+        scale=attention_scale(head_size),
         out=out,
         row_max=row_max,
         row_recip=row_recip,
@@ -202,7 +199,7 @@ def _attention_backward(
         sequences=sequences,
         heads=q.shape[1] // head_size,
         kv_heads=k.shape[1] // head_size,
-        scale=_scale(head_size),
+        scale=attention_scale(head_size),
         grad_q=grad_q,
         grad_k=grad_k,
         grad_v=grad_v,
@@ -256,7 +253,7 @@ class _Plan:
 
     def __init__(self, backend: NativeBackend, index: Tensor, experts: int) -> None:
         tokens, top_k = index.shape
-        self.capacity = min(-(-(tokens * top_k + 15 * experts) // 16) * 16, experts * (-(-tokens // 16) * 16))
+        self.capacity = routing_capacity(tokens, top_k, experts, 1, tokens)
 
         def ints(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=I32, device=index.device)
@@ -295,7 +292,7 @@ def _(
     x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalise: bool, precision: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     tokens, experts = x.shape[0], router.shape[0]
-    capacity = min((tokens * top_k + 15 * experts + 15) // 16 * 16, experts * ((tokens + 15) // 16 * 16))
+    capacity = routing_capacity(tokens, top_k, experts, 1, tokens)
     return (
         torch.empty_like(x),
         x.new_empty(tokens, experts),

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 from torch import Tensor
 
 from mok_service.kernels import abi
 from mok_service.kernels.context import BF16, CODES, F32, I32, Context, check, check_rows
+
+
+def attention_scale(head_size: int) -> float:
+    """1 / sqrt(head_size), the root and the quotient rounded to binary32 [9]."""
+    return float(np.float32(1) / np.sqrt(np.float32(head_size)))
 
 
 class Layers(Context):

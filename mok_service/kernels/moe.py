@@ -7,6 +7,12 @@ from torch import Tensor
 from mok_service.kernels.context import BF16, CODES, F32, I32, I64, U8, Context, check
 
 
+def routing_capacity(tokens: int, top_k: int, experts: int, groups: int, group_tokens: int) -> int:
+    """The most rows that a routing plan can have (10.3): an upper bound for any routing, a multiple of 16."""
+    padded = (tokens * top_k + 15 * groups * experts + 15) // 16 * 16
+    return min(padded, groups * experts * ((group_tokens + 15) // 16 * 16))
+
+
 class Experts(Context):
     """Routing and experts."""
 

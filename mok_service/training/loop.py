@@ -255,8 +255,7 @@ class Trainer:
         size = spec.batch.group_sequences
         groups = -(-spec.batch.sequences // size)
         per_micro_batch = groups // self.job.execution.micro_batches
-        real = batch.mask.reshape(spec.batch.sequences, -1).sum(1, dtype=np.int64)
-        real_groups = np.add.reduceat(real, np.arange(0, spec.batch.sequences, size))
+        real_groups = self._real_tokens(batch)
         parts = []
         for first in range(0, groups, per_micro_batch):
             rows = slice(first * size, min((first + per_micro_batch) * size, spec.batch.sequences))
@@ -272,6 +271,12 @@ class Trainer:
                 )
             )
         return self._gradient_graph.compute(parts, groups)
+
+    def _real_tokens(self, batch: Batch) -> NDArray[np.int64]:
+        """Tokens of each group that are no padding."""
+        starts = np.arange(0, self.spec.batch.sequences, self.spec.batch.group_sequences)
+        real: NDArray[np.int64] = np.add.reduceat(batch.mask.sum(1, dtype=np.int64), starts)
+        return real
 
     def _device(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array.reshape(-1))).to(self.backend.device)
@@ -320,8 +325,7 @@ class Trainer:
         if sums.probabilities is None or sums.z is None:
             return ()
         model = self.spec.model
-        size = self.spec.batch.group_sequences
-        real = np.add.reduceat(batch.mask.sum(1, dtype=np.int64), np.arange(0, self.spec.batch.sequences, size))
+        real = self._real_tokens(batch)
         used = real > 0
         counts = sums.counts.cpu().numpy()[:, used].astype(np.float64) / real[used][None, :, None]
         means = sums.probabilities.cpu().numpy()[:, used].astype(np.float64) * _FIXED_POINT / real[used][None, :, None]

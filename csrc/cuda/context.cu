@@ -62,6 +62,19 @@ mok_status probe_once(mok_context *context) {
   return MOK_OK;
 }
 
+mok_status allocate_fault(FaultSlot *slot) {
+  void *claimed = nullptr;
+  MOK_CUDA(cudaMalloc(&claimed, sizeof(int32_t)));
+  void *record = nullptr;
+  cudaError_t error = cudaMemset(claimed, 0, sizeof(int32_t));
+  if (error == cudaSuccess) error = cudaDeviceSynchronize();  // a stream of the context may not wait for the default one
+  if (error == cudaSuccess) error = cudaHostAlloc(&record, sizeof(Fault), cudaHostAllocMapped);
+  if (error != cudaSuccess) cudaFree(claimed);
+  MOK_CUDA(error);
+  *slot = {new (record) Fault{}, static_cast<int32_t *>(claimed)};
+  return MOK_OK;
+}
+
 mok_status create(const mok_context_options &options, mok_context **out) {
   int devices = 0;
   if (const cudaError_t error = cudaGetDeviceCount(&devices); error != cudaSuccess || devices == 0) {
@@ -83,7 +96,7 @@ mok_status create(const mok_context_options &options, mok_context **out) {
                       options.tile_limit,
                       static_cast<cudaStream_t>(options.stream),
                       encode,
-                      nullptr,
+                      {},
                       ""};
   context.info = "{\"backend\": \"cuda\", \"device\": " + std::to_string(options.device) + ", \"name\": \"" +
                  json_escaped(properties.name) + "\", \"compute_capability\": \"" + std::to_string(properties.major) + "." +
@@ -91,8 +104,7 @@ mok_status create(const mok_context_options &options, mok_context **out) {
                  "}";
   MOK_TRY(probe_once(&context));
   auto created = std::make_unique<mok_context>(context);
-  MOK_CUDA(cudaHostAlloc(reinterpret_cast<void **>(&created->fault), sizeof(Fault), cudaHostAllocMapped));
-  *created->fault = Fault{};
+  MOK_TRY(allocate_fault(&created->fault));
   *out = created.release();
   return MOK_OK;
 }
@@ -106,7 +118,7 @@ mok_status fail_cuda(cudaError_t error, const char *expression, const char *file
 }
 
 mok_status check_fault(const mok_context *context) noexcept {
-  const volatile Fault *fault = context->fault;
+  const volatile Fault *fault = context->fault.record;
   const auto kind = static_cast<FaultKind>(fault->kind);
   if (kind == FaultKind::kNone) return MOK_OK;
   MOK_FAIL(MOK_INVALID, "an earlier call of this context met %s[%" PRId64 "] = %" PRId64 "; allowed: %" PRId64 " to %" PRId64,
@@ -146,7 +158,8 @@ MOK_API void mok_context_destroy(mok_context *context) {
   if (context == nullptr) return;
   const mok::cuda::DeviceGuard guard(context->device);
   cudaStreamSynchronize(context->stream);  // kernels may still write a fault
-  cudaFreeHost(context->fault);
+  cudaFreeHost(context->fault.record);
+  cudaFree(context->fault.claimed);
   delete context;
 }
 

@@ -34,7 +34,7 @@ struct mok_context {
   int tile;  // tests: > 0 takes only this row of the table of tiles in product.cu (mok_context_options.tile_limit); 0: the best
   cudaStream_t stream;
   PFN_cuTensorMapEncodeTiled_v12000 encode_tensor_map;  // of the driver, found at run time: the library links no libcuda
-  mok::cuda::Fault *fault;                              // pinned host memory that kernels can write
+  mok::cuda::FaultSlot fault;
   std::string info;                                     // JSON of mok_context_info()
 };
 

@@ -6,7 +6,7 @@ namespace {
 
 template <bool BF16>
 __global__ void __launch_bounds__(kRowThreads)
-    forward_kernel(const __grid_constant__ mok_embedding_forward_args args, Fault *fault) {
+    forward_kernel(const __grid_constant__ mok_embedding_forward_args args, FaultSlot fault) {
   const int64_t token = blockIdx.x;
   const int64_t id = args.ids[token];
   const bool valid = id >= 0 && id < args.vocabulary;
@@ -22,7 +22,7 @@ constexpr int kSliceColumns = kColumnsEach * kRowThreads;  // of a CTA
 // One CTA a token and slice of columns. The CTA of an id's first token finds the later ones, in order, and adds all their
 // gradients.
 __global__ void __launch_bounds__(kRowThreads)
-    backward_kernel(const __grid_constant__ mok_embedding_backward_args args, Fault *fault) {
+    backward_kernel(const __grid_constant__ mok_embedding_backward_args args, FaultSlot fault) {
   __shared__ int32_t matches[kRowThreads];
   __shared__ int32_t before[kRowWarps + 1];
   const int64_t token = blockIdx.x;

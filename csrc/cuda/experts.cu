@@ -92,7 +92,7 @@ __device__ __forceinline__ void clear_row(const mok_swiglu_backward_args &args, 
 // A warp a row: the gradients, and on the way the row sum of grad_act * act.
 template <bool BF16, bool RUNS>
 __global__ void __launch_bounds__(kRowThreads)
-    swiglu_backward_kernel(const __grid_constant__ mok_swiglu_backward_args args, Fault *fault) {
+    swiglu_backward_kernel(const __grid_constant__ mok_swiglu_backward_args args, FaultSlot fault) {
   const int64_t index = warp_row();
   if (index >= args.rows) return;
   SwigluRow row{index * 2 * args.intermediate, index * args.intermediate, 1.0f};

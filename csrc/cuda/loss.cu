@@ -18,7 +18,7 @@ __device__ __forceinline__ int32_t block_maximum(int32_t value, int32_t *shared)
 }
 
 template <bool BF16>
-__global__ void __launch_bounds__(kRowThreads) loss_kernel(const __grid_constant__ mok_cross_entropy_args args, Fault *fault) {
+__global__ void __launch_bounds__(kRowThreads) loss_kernel(const __grid_constant__ mok_cross_entropy_args args, FaultSlot fault) {
   extern __shared__ float panels[];  // one sum a panel
   __shared__ int32_t maxima[kRowWarps];
   __shared__ float total;

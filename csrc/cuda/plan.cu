@@ -19,7 +19,7 @@ struct PlanParts {
 };
 
 __global__ void __launch_bounds__(kRowThreads)
-    count_kernel(const __grid_constant__ mok_routing_plan_args args, const __grid_constant__ PlanParts parts, Fault *fault) {
+    count_kernel(const __grid_constant__ mok_routing_plan_args args, const __grid_constant__ PlanParts parts, FaultSlot fault) {
   const int64_t slot = static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x;
   if (slot >= args.tokens * args.top_k) return;
   const int64_t token = slot / args.top_k;
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kRowThreads)
 
 // starts[expert * groups + group] = rows of the segments before; expert_offsets. One CTA: a thread takes a run of segments.
 __global__ void __launch_bounds__(kScanThreads)
-    scan_kernel(const __grid_constant__ mok_routing_plan_args args, int32_t *starts, Fault *fault) {
+    scan_kernel(const __grid_constant__ mok_routing_plan_args args, int32_t *starts, FaultSlot fault) {
   __shared__ int64_t sums[kScanThreads];
   const int64_t segments = args.experts * args.groups;
   const int64_t each = (segments + kScanThreads - 1) / kScanThreads;

@@ -20,14 +20,14 @@ struct NormRow {
 
 // Row of the cosine and sine table; the first one where the position is negative.
 __device__ __forceinline__ const float *table_row(const float *cos_sin, const int32_t *positions, int64_t token,
-                                                  int64_t head_size, Fault *fault) {
+                                                  int64_t head_size, FaultSlot fault) {
   const int64_t position = positions[token];
   return cos_sin + (allowed(fault, FaultKind::kPosition, token, position, 0, INT32_MAX) ? position * head_size : 0);
 }
 
 template <bool BF16>
 __global__ void __launch_bounds__(kRowThreads)
-    forward_kernel(const __grid_constant__ mok_qk_forward_args args, int64_t rows, int64_t columns, Fault *fault) {
+    forward_kernel(const __grid_constant__ mok_qk_forward_args args, int64_t rows, int64_t columns, FaultSlot fault) {
   const int64_t row = warp_row();
   if (row >= rows) return;
   const int64_t size = args.head_size;
@@ -75,7 +75,7 @@ __device__ __forceinline__ float rotated_back(const float *g, const float *cos, 
 
 template <bool BF16>
 __global__ void __launch_bounds__(kRowThreads)
-    backward_kernel(const __grid_constant__ mok_qk_backward_args args, int64_t rows, int64_t columns, Fault *fault) {
+    backward_kernel(const __grid_constant__ mok_qk_backward_args args, int64_t rows, int64_t columns, FaultSlot fault) {
   const int64_t row = warp_row();
   if (row >= rows) return;
   const int64_t size = args.head_size;

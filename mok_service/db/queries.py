@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any, Final
+from typing import Any
 
 from sqlalchemy import (
-    ColumnElement,
     Connection,
     Executable,
     Select,
     Table,
-    and_,
     func,
     insert,
     literal,
@@ -39,13 +37,11 @@ from mok_service.db.tables import (
     step_records,
     verifications,
 )
-from mok_service.lifecycle import ACTIVE, FINAL
 from mok_service.provenance.digest import Digest
 
 Key = tuple[datetime, str]  # created_at and id: the order of every list
 Row = dict[str, Any]
 Values = Mapping[str, Any]
-CANDIDATES_MAX: Final = 200  # queued runs that one claim looks at
 
 
 # ---- Any table -------------------------------------------------------------------------------------------------------
@@ -168,33 +164,10 @@ def lock_claims(tx: Connection) -> None:
         tx.execute(select(func.pg_advisory_xact_lock(CLAIM_LOCK)))
 
 
-def active_runs(tx: Connection) -> list[Row]:
-    """The runs that occupy devices."""
-    return _all(tx, select(runs).where(runs.c.status.in_(sorted(ACTIVE))))
-
-
-def _claimable(now: datetime) -> ColumnElement[bool]:
-    return and_(runs.c.status == "queued", or_(runs.c.retry_at.is_(None), runs.c.retry_at <= now))
-
-
-def lock_next_that_fits(tx: Connection, now: datetime, room: Mapping[str, int]) -> Row | None:
-    """The first claimable run, by priority and age, that asks for at most `room[device]` devices; locked."""
-    fits = [and_(runs.c.device == device, runs.c.devices <= free) for device, free in sorted(room.items()) if free > 0]
-    if not fits:
-        return None
-    query = select(runs).where(_claimable(now), or_(*fits)).order_by(runs.c.queue_rank, runs.c.created_at, runs.c.id).limit(1)
-    return _one(tx, query.with_for_update(key_share=True, skip_locked=True))
-
-
-def candidates(tx: Connection, now: datetime) -> list[Row]:
-    """The first claimable runs by priority and age, not locked."""
-    query = select(runs).where(_claimable(now)).order_by(runs.c.queue_rank, runs.c.created_at, runs.c.id)
-    return _all(tx, query.limit(CANDIDATES_MAX))
-
-
 def lock_candidate(tx: Connection, run_id: str, now: datetime) -> Row | None:
-    """The run, locked, if it is still claimable and nobody else holds it."""
-    query = select(runs).where(runs.c.id == run_id, _claimable(now))
+    """The run, locked, if it may be claimed and nobody else holds it."""
+    query = select(runs).where(runs.c.id == run_id, runs.c.status == "queued",
+                               or_(runs.c.retry_at.is_(None), runs.c.retry_at <= now))
     return _one(tx, query.with_for_update(key_share=True, skip_locked=True))
 
 
@@ -202,16 +175,6 @@ def renew_lease(tx: Connection, run_id: str, token: str, expires_at: datetime) -
     """Prolongs a lease; status and stop reason of its run, or None when the run is no longer this lease's."""
     statement = update(runs).where(runs.c.id == run_id, runs.c.lease_token == token).values(lease_expires_at=expires_at)
     return _one(tx, statement.returning(runs.c.status, runs.c.stop_reason))
-
-
-def overdue_runs(tx: Connection, now: datetime) -> Sequence[str]:
-    """Runs whose lease, queue deadline or run deadline has passed."""
-    overdue = or_(
-        and_(runs.c.lease_token.is_not(None), runs.c.lease_expires_at <= now),
-        and_(runs.c.status == "queued", or_(runs.c.queue_deadline_at <= now, runs.c.run_deadline_at <= now)),
-        and_(runs.c.status.in_(sorted(ACTIVE)), runs.c.run_deadline_at <= now),
-    )
-    return tx.execute(select(runs.c.id).where(runs.c.status.not_in(sorted(FINAL)), overdue).order_by(runs.c.id)).scalars().all()
 
 
 def leases_of_other_boots(tx: Connection, boot_id: str, worker: str | None) -> list[Row]:

@@ -147,6 +147,11 @@ runs: Final = Table(
     # Of the execution spec, for the queue. Lower ranks go first: minus the priority, so that one index gives the order.
     Column("device", String(16), nullable=False), Column("devices", Integer, nullable=False),
     Column("queue_rank", Integer, nullable=False),
+    # Of the job, for the filters of lists: one index then gives both the filter and the order. They never change.
+    Column("name", String(100)), Column("seed", BigInteger),
+    Column("model", String(40)),                 # the preset whose shape it has
+    Column("init_run", String(40)),              # of init_from: the run whose checkpoint it names
+    _digest("init_weights"),                     # of init_from: their digest, where it is known at submit
     Column("steps", Integer, nullable=False),
     Column("attempt", Integer, nullable=False),
     Column("failures", Integer, nullable=False),
@@ -162,10 +167,18 @@ runs: Final = Table(
     Column("log_index", Integer),                # of its attestation; set after it has ended
     Index(None, "tenant", "created_at", "id"),
     Index(None, "tenant", "status", "created_at", "id"),
+    *(Index(None, "tenant", column, "created_at", "id") for column in ("kind", "name", "seed", "model")),
     Index(None, "job_id", "created_at", "id"),
-    Index(None, "weights"), Index(None, "head"),
-    Index("ix_runs_queue", "queue_rank", "created_at", "id",
-          sqlite_where=text("status = 'queued'"), postgresql_where=text("status = 'queued'")),
+    # The head of the chain changes at every step, so it has no index: it is the head of a step record, which has one.
+    Index(None, "weights"),
+    *(Index(f"ix_runs_{column}", column, sqlite_where=text(f"{column} IS NOT NULL"),
+            postgresql_where=text(f"{column} IS NOT NULL")) for column in ("reproduces", "init_run", "init_weights")),
+    # SQLite takes a partial index only for a condition that holds its words: `IS_QUEUED` and its like in db/queue.py.
+    *(Index(f"ix_runs_{name}", *columns, sqlite_where=text(where), postgresql_where=text(where)) for name, columns, where in (
+        ("queue", ("tenant", "device", "queue_rank", "created_at", "id"), "status = 'queued'"),
+        ("queue_deadline", ("queue_deadline_at",), "status = 'queued'"),
+        ("run_deadline", ("run_deadline_at",), "run_deadline_at IS NOT NULL"),
+    )),
     Index("ix_runs_lease", "lease_expires_at",
           sqlite_where=text("lease_token IS NOT NULL"), postgresql_where=text("lease_token IS NOT NULL")),
     Index("ix_runs_unattested", "ended_at", "id",
@@ -203,6 +216,10 @@ step_records: Final = Table(
     Column("seconds", Float(53), nullable=False), Column("learning_rate", Float(53), nullable=False),
     Column("metrics", Json, nullable=False),
     _time("created_at"),
+    # 16 hex digits find the rows, and the whole digest is compared in what they find: decision 8 says why.
+    Index("ix_step_records_head", text("substr(head, 8, 16)")),
+    *(Index(f"ix_step_records_{column}", text(f"substr({column}, 8, 16)"), sqlite_where=text(f"{column} IS NOT NULL"),
+            postgresql_where=text(f"{column} IS NOT NULL")) for column in ("weights", "optimizer")),
 )
 
 checkpoints: Final = Table(
@@ -217,7 +234,32 @@ checkpoints: Final = Table(
     _digest("weights", nullable=False), _digest("optimizer", nullable=False), _digest("cursor", nullable=False),
     _digest("head", nullable=False),
     _time("created_at"), _time("deleted_at", nullable=True),
-    Index(None, "weights"),
+    Index(None, "weights"), Index(None, "optimizer"),
+    Index("ix_checkpoints_stored", "tenant", "size",
+          sqlite_where=text("deleted_at IS NULL"), postgresql_where=text("deleted_at IS NULL")),
+)
+
+# Digests that stand inside documents: files of checkpoints and native libraries of attempts. Filled with the documents.
+digest_uses: Final = Table(
+    "digest_uses", metadata,
+    _tenant(),
+    Column("digest", DigestText, primary_key=True),
+    _run(primary_key=True),
+    Column("role", String(32), primary_key=True),  # checkpoint-file, native-library
+    Column("place", Integer, primary_key=True, autoincrement=False),  # step of the checkpoint; number of the attempt
+    Column("name", Text, primary_key=True),
+    Index(None, "run_id", "role"),
+)
+
+# The files of data manifests, once for each manifest: many jobs share one.
+manifest_files: Final = Table(
+    "manifest_files", metadata,
+    Column("tenant", String(64), primary_key=True),
+    Column("manifest_digest", DigestText, primary_key=True),
+    Column("position", Integer, primary_key=True, autoincrement=False),
+    _digest("digest", nullable=False),
+    Column("name", Text, nullable=False),
+    Index(None, "tenant", "digest"),
 )
 
 verifications: Final = Table(
@@ -266,6 +308,7 @@ attestations: Final = Table(
     Column("log_index", Integer, ForeignKey("log_entries.log_index"), nullable=False),
     _time("created_at"),
     UniqueConstraint("log_index"),
+    Index(None, "digest"),
 )
 
 # The append-only log of all attestations, a Merkle tree. The whole service has one; nobody owns it.
@@ -295,6 +338,31 @@ nodes: Final = Table(
     _time("heartbeat_at"),
 )
 
+# What a tenant may have at most, and its share beside others. None: no limit; no row: no limits, and weight 1.
+quotas: Final = Table(
+    "quotas", metadata,
+    Column("tenant", String(64), primary_key=True),
+    Column("weight", Float(53), nullable=False),
+    Column("devices_max", Integer), Column("runs_max", Integer), Column("queued_max", Integer),
+    Column("checkpoint_bytes_max", BigInteger), Column("jobs_a_day_max", Integer),
+    _time("updated_at"),
+)
+
+# What a tenant's ended attempts used: device-seconds, decayed until used_at (runs/queue.py).
+shares: Final = Table(
+    "shares", metadata,
+    Column("tenant", String(64), primary_key=True),
+    Column("used", Float(53), nullable=False),
+    _time("used_at"),
+)
+
+# When a run of a priority last went first. Nobody owns a priority.
+queue_turns: Final = Table(
+    "queue_turns", metadata,
+    Column("priority", Integer, primary_key=True, autoincrement=False),
+    _time("at"),
+)
+
 idempotency_keys: Final = Table(
     "idempotency_keys", metadata,
     Column("tenant", String(64), primary_key=True),
@@ -313,8 +381,58 @@ api_keys: Final = Table(
     Column("name", String(100), nullable=False),
     Column("prefix", String(16), nullable=False),
     _digest("secret", nullable=False),            # the key's digest; the key itself is shown once and not stored
-    Column("scopes", Json, nullable=False),
+    Column("scopes", Json, nullable=False),       # permissions that it is restricted to; none: all of its role
+    Column("role", String(16), nullable=False, server_default="viewer"),
+    Column("created_by", String(100)),            # who: a key's id, or the user of the command
     _time("created_at"), _time("expires_at", nullable=True), _time("revoked_at", nullable=True),
+    _time("last_used_at", nullable=True),         # to a few minutes
     UniqueConstraint("prefix"),
     Index(None, "tenant", "created_at", "id"),
+)
+
+# Every write that somebody asked for. Numbers have no gaps in a tenant, and each entry has the digest of the one before.
+audit_entries: Final = Table(
+    "audit_entries", metadata,
+    Column("tenant", String(64), primary_key=True), Column("number", Integer, primary_key=True, autoincrement=False),
+    Column("actor", String(100), nullable=False), Column("role", String(16), nullable=False),
+    Column("address", String(64)),
+    Column("action", String(200), nullable=False),
+    Column("ids", Json, nullable=False),
+    _digest("body"),                              # of the request
+    Column("outcome", Integer, nullable=False),
+    Column("request", String(64), nullable=False),
+    _digest("previous", nullable=False), _digest("digest", nullable=False),
+    _time("created_at"),
+)
+
+# The last entry of each tenant: whoever appends holds its row.
+audit_heads: Final = Table(
+    "audit_heads", metadata,
+    Column("tenant", String(64), primary_key=True),
+    Column("length", Integer, nullable=False), _digest("digest", nullable=False),
+)
+
+webhooks: Final = Table(
+    "webhooks", metadata,
+    _id(), _tenant(),
+    Column("url", Text, nullable=False), Column("events", Json, nullable=False),
+    Column("secret", Text),                       # what deliveries are signed with; goes with the webhook
+    _time("created_at"), _time("deleted_at", nullable=True),
+    Index(None, "tenant", "created_at", "id"),
+)
+
+# The outbox: written in the transaction of the event, emptied by the scheduler's process.
+deliveries: Final = Table(
+    "deliveries", metadata,
+    _id(), _tenant(),
+    Column("webhook_id", String(40), ForeignKey("webhooks.id"), nullable=False),
+    Column("type", String(32), nullable=False),
+    Column("body", Text, nullable=False),         # as it is sent: JSON, ASCII
+    Column("status", String(16), nullable=False), Column("attempts", Integer, nullable=False),
+    _time("next_at"),
+    Column("message", Text),                      # why the last attempt failed
+    _time("created_at"), _time("ended_at", nullable=True),
+    Index(None, "webhook_id", "created_at", "id"),
+    Index("ix_deliveries_pending", "next_at", "webhook_id", "id",
+          sqlite_where=text("status = 'pending'"), postgresql_where=text("status = 'pending'")),
 )

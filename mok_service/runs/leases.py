@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 import secrets
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
 from sqlalchemy import Connection
 
-from mok_service.db import queries, tables
+from mok_service.db import queries, queue, tables
 from mok_service.db.ids import new_id
 from mok_service.db.session import Database
 from mok_service.lifecycle import AttemptEnd, DesiredState, StopReason
 from mok_service.provenance.manifest import DataManifest
 from mok_service.runs.comparing import source_drift
 from mok_service.runs.locked import LockedRun, final_status, lease_lost, leased
+from mok_service.runs.queue import Fits, choose, order
 from mok_service.runs.rows import Row, run_of
+from mok_service.runs.standing import read_queue
 from mok_service.runs.types import AppendResult, Capacity, Lease, Outcome, Run
+from mok_service.spec import ExecutionSpec
 
 
 def claim(db: Database, now: datetime, worker: str, capacity: Capacity, *, lease_seconds: float = 30.0,
           boot_id: str = "") -> Lease | None:
-    """Takes the next queued run that fits, by priority and then age; None when there is none.
+    """Takes the run whose turn it is by the order of the queue (docs/queue.md); None when none may start.
 
-    `capacity` is what the cluster has in all; what the active runs of every scheduler occupy is subtracted here, under a
-    lock, so that several schedulers never take more than there is. The attempt's row is inserted in the same transaction.
+    `capacity` says what has room on the cluster beside the active runs of every scheduler. Claims come one after the other,
+    under a lock, so that several schedulers never take more than there is. The attempt's row is inserted in the same
+    transaction.
     """
     with db.write() as tx:
         queries.lock_claims(tx)
-        row = _next_that_fits(tx, now, capacity)
+        row = _next_run(tx, now, capacity)
         if row is None:
             return None
         run = LockedRun(tx, row)
@@ -47,20 +50,43 @@ def claim(db: Database, now: datetime, worker: str, capacity: Capacity, *, lease
         return lease
 
 
-def _next_that_fits(tx: Connection, now: datetime, capacity: Capacity) -> Row | None:
-    active = queries.active_runs(tx)
-    if isinstance(capacity, Mapping):
-        used: Counter[str] = Counter()
-        for row in active:
-            used[row["device"]] += row["devices"]
-        return queries.lock_next_that_fits(tx, now, {device: count - used[device] for device, count in capacity.items()})
-    beside = [run_of(row) for row in active]
-    for row in queries.candidates(tx, now):
-        if capacity(run_of(row), beside):
-            locked = queries.lock_candidate(tx, row["id"], now)
-            if locked is not None:
-                return locked
+def _next_run(tx: Connection, now: datetime, capacity: Capacity) -> Row | None:
+    """The row, locked, of the run that the order of the queue gives its turn (runs/queue.py)."""
+    seen = read_queue(tx, now)
+    fits, left = remembered(room_of(capacity)), order(seen.queued, seen.active, seen.shares, now)
+    while (choice := choose(left, seen.active, fits, seen.shares, now)) is not None:
+        row = queries.lock_candidate(tx, choice.run.id, now)
+        if row is not None:
+            if choice.passed is None:
+                queue.put_turn(tx, choice.run.execution.priority, now)
+            return row
+        left = [run for run in left if run != choice.run]  # its user is cancelling it at this moment
     return None
+
+
+def room_of(capacity: Capacity) -> Fits:
+    """Whether a run has room beside others, where only the number of devices of each kind matters."""
+    if not isinstance(capacity, Mapping):
+        return capacity
+
+    def fits(candidate: ExecutionSpec, active: Sequence[ExecutionSpec]) -> bool:
+        used = sum(execution.count for execution in active if execution.device == candidate.device)
+        return used + candidate.count <= capacity.get(candidate.device, 0)
+
+    return fits
+
+
+def remembered(fits: Fits) -> Fits:
+    """The same judge, asked once for all runs that want the same devices beside the same others."""
+    known: dict[tuple[tuple[str, int, int], ...], bool] = {}
+
+    def asked_once(candidate: ExecutionSpec, active: Sequence[ExecutionSpec]) -> bool:
+        key = tuple((execution.device, execution.count, execution.threads) for execution in (candidate, *active))
+        if key not in known:
+            known[key] = fits(candidate, active)
+        return known[key]
+
+    return asked_once
 
 
 def renew(db: Database, lease: Lease, now: datetime) -> DesiredState:

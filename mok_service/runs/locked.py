@@ -13,12 +13,13 @@ from typing import Any, Final
 
 from sqlalchemy import Connection
 
-from mok_service.db import queries, tables
+from mok_service.db import queries, queue, tables
 from mok_service.db.ids import is_id, new_id
 from mok_service.db.session import Database
 from mok_service.errors import Conflict, LeaseLost, NotFound
 from mok_service.lifecycle import ACTIVE, FINAL, AttemptEnd, RunStatus, StopReason, is_legal
 from mok_service.runs.comparing import conclude_if_ended
+from mok_service.runs.queue import Use
 from mok_service.runs.types import EventType, Lease
 
 RETRY_SECONDS_MAX: Final = 300.0
@@ -150,8 +151,17 @@ class LockedRun:
 
     def end_attempt(self, why: AttemptEnd, message: str | None, now: datetime) -> None:
         """Ends the current attempt and its lease; late writes of it raise LeaseLost from now on."""
+        self._charge(now)
         self.set_attempt(ended_at=now, end_reason=why, message=message)
         self.set(lease_token=None, lease_worker=None, lease_boot=None, lease_expires_at=None)
+
+    def _charge(self, now: datetime) -> None:
+        """Adds the attempt to what its tenant used lately."""
+        attempt, share = queries.attempt(self.tx, self.id, self["attempt"]), queue.lock_share(self.tx, self["tenant"])
+        assert attempt is not None
+        use = Use(0.0, now) if share is None else Use(share["used"], share["used_at"])
+        use = use.plus(self["devices"], attempt["claimed_at"], now)
+        queue.put_share(self.tx, {"tenant": self["tenant"], "used": use.used, "used_at": use.at})
 
     def settle(self, now: datetime) -> None:
         """From `stopping`, once the devices are free, to where the stop reason leads."""

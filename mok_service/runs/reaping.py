@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
-from mok_service.db import queries
+from mok_service.db import queries, queue
 from mok_service.db.session import Database
 from mok_service.lifecycle import ACTIVE
 from mok_service.runs.locked import LockedRun, run_deadline_message
@@ -17,7 +17,7 @@ def reap(db: Database, now: datetime) -> list[str]:
     Returns the ids of the runs that changed. A run past its run deadline whose attempt still lives is told to stop, by `renew`.
     """
     with db.read() as tx:
-        overdue = queries.overdue_runs(tx, now)
+        overdue = queue.overdue_runs(tx, now)
     return [run_id for run_id in overdue if _reap_one(db, run_id, now)]
 
 

@@ -164,8 +164,8 @@ class Outcome:
     head: Digest | None = None      # of the last step record; for succeeded
 
 
-# What a cluster has in all, by device kind ({"cpu": 1, "cuda": 8}), or a judge: does the candidate fit beside the active runs?
-Capacity = Mapping[str, int] | Callable[[Run, Sequence[Run]], bool]
+# What a cluster has in all, by device kind ({"cpu": 1, "cuda": 8}), or a judge: does one fit beside those that are active?
+Capacity = Mapping[str, int] | Callable[[ExecutionSpec, Sequence[ExecutionSpec]], bool]
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ def test_the_migrated_schema_is_that_of_the_tables(db: Database) -> None:
 
 def test_every_owned_table_has_a_tenant() -> None:
     assert {name for name, table in metadata.tables.items() if "tenant" not in table.c} == {
-        "nodes", "log_entries", "signing_keys",
+        "nodes", "log_entries", "signing_keys", "queue_turns",
     }
 
 

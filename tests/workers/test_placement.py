@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from mok_service.placement import Devices, NodeSize, Part, devices_of, fits, free_after, place
 from mok_service.spec import ExecutionSpec
-from mok_workers.messages import Devices
-from mok_workers.placement import NodeSize, devices_of, fits, free_after, place
 
 LAPTOP = NodeSize("laptop", 2, 0)
 SERVER = NodeSize("server", 16, 2)
@@ -24,9 +25,9 @@ def spec(**fields: Any) -> ExecutionSpec:
     ({"threads": 3}, LAPTOP, Devices("cpu", 2, 0)),
     ({"device": "cuda"}, SERVER, Devices("cuda", 1, 1)),
     ({"device": "cuda", "threads": 4}, SERVER, Devices("cuda", 4, 1)),
-    ({"device": "cuda", "count": 2}, SERVER, Devices("cuda", 1, 2)),
+    ({"device": "cuda", "count": 2}, SERVER, Devices("cuda", 1, 1)),
 ])
-def test_what_a_run_takes(fields: dict[str, Any], node: NodeSize, expected: Devices) -> None:
+def test_what_a_rank_takes(fields: dict[str, Any], node: NodeSize, expected: Devices) -> None:
     assert devices_of(spec(**fields), node) == expected
 
 
@@ -46,9 +47,9 @@ def test_no_node_takes_what_it_does_not_have() -> None:
 
 
 def test_a_cpu_run_keeps_off_the_gpus_where_it_can() -> None:
-    assert place(spec(threads=2), [SERVER, LAPTOP], [SERVER, LAPTOP]) == ("laptop", Devices("cpu", 2, 0))
+    assert place(spec(threads=2), [SERVER, LAPTOP], [SERVER, LAPTOP]) == (Part("laptop", 1, Devices("cpu", 2, 0)),)
     busy = LAPTOP.less(Devices("cpu", 1, 0))
-    assert place(spec(threads=3), [SERVER, busy], [SERVER, LAPTOP]) == ("server", Devices("cpu", 3, 0))
+    assert place(spec(threads=3), [SERVER, busy], [SERVER, LAPTOP]) == (Part("server", 1, Devices("cpu", 3, 0)),)
 
 
 def test_runs_are_packed_and_what_is_left_adds_up() -> None:
@@ -56,3 +57,36 @@ def test_runs_are_packed_and_what_is_left_adds_up() -> None:
     free = free_after([spec(device="cuda", threads=2), spec(device="cuda", threads=2)], whole)
     assert free == [NodeSize("a", 2, 0), NodeSize("b", 2, 0)]
     assert free_after([spec(device="cuda")] * 3, whole) is None
+
+
+def test_a_gang_gets_all_its_devices_or_none() -> None:
+    whole = [NodeSize("a", 8, 2), NodeSize("b", 8, 4), NodeSize("c", 8, 4)]
+    assert place(spec(device="cuda", count=4), whole, whole) == (Part("b", 4, Devices("cuda", 4, 4)),)
+    assert place(spec(device="cuda", count=6), whole, whole) == (
+        Part("b", 4, Devices("cuda", 4, 4)), Part("c", 2, Devices("cuda", 2, 2)),
+    ), "the fewest nodes"
+    assert place(spec(device="cuda", count=11), whole, whole) is None
+    assert free_after([spec(device="cuda", count=10)], whole) == [
+        NodeSize("a", 6, 0), NodeSize("b", 4, 0), NodeSize("c", 4, 0),
+    ]
+    assert place(spec(count=3), whole, whole) == tuple(Part(name, 1, Devices("cpu", 8, 0)) for name in "abc")
+    assert place(spec(count=4), whole, whole) is None
+
+
+NODE_SIZES = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 4)), min_size=1, max_size=4).map(
+    lambda sizes: [NodeSize(f"n{number}", *size) for number, size in enumerate(sizes)])
+SPECS = st.builds(ExecutionSpec, device=st.sampled_from(["cpu", "cuda"]), count=st.integers(1, 6), threads=st.integers(0, 7))
+
+
+@given(NODE_SIZES, st.lists(SPECS, max_size=8))
+def test_whatever_is_placed_was_free(whole: list[NodeSize], wanted: list[ExecutionSpec]) -> None:
+    free = {node.name: node for node in whole}
+    for execution in wanted:
+        placed = place(execution, list(free.values()), whole)
+        assert fits(execution, [], whole) or placed is None
+        for part in placed or ():
+            free[part.node] = free[part.node].less(part.devices)
+            assert free[part.node].cpus >= 0 and free[part.node].gpus >= 0
+        if placed is not None:
+            assert sum(part.ranks for part in placed) == execution.count
+            assert execution.device == "cpu" or sum(part.devices.gpus for part in placed) == execution.count

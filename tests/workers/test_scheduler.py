@@ -11,10 +11,10 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from mok_service import runs
+from mok_service.placement import NodeSize
 from mok_workers.attempt import Control
 from mok_workers.cluster import InProcessHandle
 from mok_workers.messages import Payload
-from mok_workers.placement import NodeSize
 from tests.workers.fakes import FakeTraining, Opens, chain, job_document
 from tests.workers.world import World
 

@@ -11,13 +11,13 @@ from typing import Any
 
 from mok_service import jobs, runs
 from mok_service.db.session import Database
+from mok_service.placement import NodeSize
 from mok_service.provenance.chain import StepRecord
 from mok_service.runs.types import Run
 from mok_service.settings import Settings
 from mok_service.spec import ExecutionSpec, parse_job
 from mok_workers.attempt import Open
 from mok_workers.cluster import InProcessCluster, InProcessHandle
-from mok_workers.placement import NodeSize
 from mok_workers.scheduler import Scheduler
 from tests.workers.fakes import Opens, chain, job_document
 

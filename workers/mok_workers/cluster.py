@@ -17,10 +17,10 @@ from typing import Any, Final, Protocol
 import psutil
 
 from mok_service.environment import VARIABLES, gpus, usable_cores
+from mok_service.placement import NodeSize
 from mok_workers.actor import CALLS_AT_ONCE_MAX, TrainActor
 from mok_workers.attempt import Attempt, Open
 from mok_workers.messages import RECORDS_A_REPLY_MAX, Lost, Payload, Reply, Seen
-from mok_workers.placement import NodeSize
 from mok_workers.supervisor import runs
 
 OBJECT_STORE_BYTES: Final = 100 << 20   # replies are small; Ray's own least is 75 MiB

@@ -7,21 +7,13 @@ from datetime import datetime
 from typing import Any, Final, Literal
 
 from mok_service.lifecycle import AttemptEnd, StopReason
+from mok_service.placement import Devices
 from mok_service.provenance.chain import StepRecord
 from mok_service.provenance.checkpoint import CheckpointInfo
 from mok_service.provenance.manifest import DataManifest
 
 RECORDS_A_REPLY_MAX: Final = 256
 LINES_A_REPLY_MAX: Final = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Devices:
-    """What an attempt holds of one node."""
-
-    kind: Literal["cpu", "cuda"]
-    cpus: int
-    gpus: int
 
 
 @dataclass(frozen=True, slots=True)

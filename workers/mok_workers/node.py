@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from mok_service.placement import NodeSize
 from mok_service.runs.types import Node
-from mok_workers.placement import NodeSize
 
 
 def describe(sizes: Sequence[NodeSize], here: dict[str, Any], worker: str) -> list[Node]:

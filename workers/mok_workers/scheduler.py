@@ -23,12 +23,13 @@ from mok_service.db.session import Database
 from mok_service.environment import hardware
 from mok_service.errors import Conflict, LeaseLost
 from mok_service.lifecycle import AttemptEnd, StopReason
+from mok_service.placement import NodeSize, fits, free_after, place
 from mok_service.runs.types import AppendResult, Lease, LogLine, Outcome, Run
 from mok_service.settings import Settings
+from mok_service.spec import ExecutionSpec
 from mok_workers.cluster import Cluster, Handle
 from mok_workers.messages import Line, Lost, Payload, Reply, Seen
 from mok_workers.node import describe
-from mok_workers.placement import NodeSize, fits, free_after, place
 
 log = logging.getLogger("mok.scheduler")
 
@@ -266,27 +267,28 @@ class Scheduler:
             return None
         ours = [a.run.execution for a in self._active if isinstance(a.ending, Forget)]  # hold devices, not in the database
 
-        def judge(candidate: Run, active: Sequence[Run]) -> bool:
-            return fits(candidate.execution, [*(run.execution for run in active), *ours], self._nodes)
+        def judge(candidate: ExecutionSpec, active: Sequence[ExecutionSpec]) -> bool:
+            return fits(candidate, [*active, *ours], self._nodes)
 
         return runs.claim(
             self._db, now, self._worker, judge, lease_seconds=self._settings.lease_seconds, boot_id=self._boot_id
         )
 
     def _begin(self, lease: Lease, now: datetime) -> None:
-        run = runs.get_run(self._db, lease.run_id)
+        run = runs.get_run(self._db, lease.run_id, lease.tenant)
         job = jobs.get_job(self._db, run.job_id, run.tenant)
         free = free_after((a.run.execution for a in self._active), self._nodes)
         placed = None if free is None else place(run.execution, free, self._nodes)
         if placed is None:
             runs.release(self._db, lease, "worker_lost", "the devices went away", now, self._retry_at(run, now))
             return
+        assert len(placed) == 1, "a run of several devices is refused at submit"
         spec = {"training": job.training.model_dump(mode="json"), "execution": run.execution.model_dump(mode="json")}
         payload = Payload(
             name=attempt_name(lease), job=spec, data_roots=tuple(map(str, self._settings.data_roots)),
             checkpoints=str(self._settings.checkpoints(run.id)), manifest=job.manifest, last_step=run.step,
             on_record=tuple(stored.info for stored in runs.checkpoints(self._db, run.id, run.tenant)),
-            lease_seconds=lease.lease_seconds, devices=placed[1],
+            lease_seconds=lease.lease_seconds, devices=placed[0].devices,
         )
         try:
             runs.mark_starting(self._db, lease, now)
@@ -296,7 +298,7 @@ class Scheduler:
         active = Active(lease, run, self._cluster.place(payload), now, now)
         active.handle.ask(active.seen, lease.lease_seconds)
         self._active.append(active)
-        log.info("%s starts on %s", payload.name, placed[0])
+        log.info("%s starts on %s", payload.name, placed[0].node)
 
     # ---- for ever --------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,161 @@
+"""The SQL of the queue: what waits, what is active, quotas and shares.
+
+Conditions that choose a partial index are literal words: SQLite doesn't see that a bound value is the one in the index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta
+from typing import Any, Final
+
+from sqlalchemy import Connection, and_, func, select, text, tuple_, union
+from sqlalchemy.dialects import postgresql, sqlite
+
+from mok_service.db.queries import Row
+from mok_service.db.queries import _all as all_rows
+from mok_service.db.queries import _one as one_row
+from mok_service.db.tables import attempts, checkpoints, jobs, queue_turns, quotas, runs, shares
+
+OF_A_GROUP_MAX: Final = 16   # runs of one tenant, device and priority that a claim looks at
+ROWS_MAX: Final = 512        # runs that are read at a time
+
+IS_QUEUED: Final = text("runs.status = 'queued'")
+HAS_LEASE: Final = text("runs.lease_token IS NOT NULL")
+HAS_RUN_DEADLINE: Final = text("runs.run_deadline_at IS NOT NULL")
+_GROUP: Final = (runs.c.tenant, runs.c.device, runs.c.queue_rank)
+_WAITING: Final = (runs.c.id, runs.c.tenant, runs.c.device, runs.c.queue_rank, runs.c.execution, runs.c.created_at,
+                   runs.c.queue_deadline_at, runs.c.run_deadline_at, runs.c.retry_at)
+
+
+def waiting_runs(tx: Connection, now: datetime | None) -> list[Row]:
+    """The first queued runs of each tenant, device and priority: the oldest OF_A_GROUP_MAX; with `now`, without those whose
+    retry isn't due. How many rows are read depends on the number of groups, not on that of queued runs."""
+    found: list[Row] = []
+    after: tuple[Any, ...] | None = None
+    while True:
+        query = select(*_WAITING).where(IS_QUEUED)
+        if now is not None:
+            query = query.where((runs.c.retry_at.is_(None)) | (runs.c.retry_at <= now))
+        if after is not None:
+            query = query.where(tuple_(*_GROUP) > tuple_(*after))
+        rows = all_rows(tx, query.order_by(*_GROUP, runs.c.created_at, runs.c.id).limit(ROWS_MAX))
+        in_group: dict[tuple[Any, ...], int] = {}
+        for row in rows:
+            group = tuple(row[column.name] for column in _GROUP)
+            in_group[group] = in_group.get(group, 0) + 1
+            if in_group[group] <= OF_A_GROUP_MAX:
+                found.append(row)
+        if len(rows) < ROWS_MAX:
+            return found
+        last = next(reversed(in_group))
+        if in_group[last] < OF_A_GROUP_MAX and len(in_group) > 1:  # cut off: the next round reads this group from its beginning
+            found = found[:-in_group[last]]
+            last = list(in_group)[-2]
+        after = last
+
+
+def queued_before(tx: Connection, row: Mapping[str, Any]) -> int:
+    """How many queued runs of its tenant, device and priority are older than a queued run."""
+    query = select(func.count()).where(
+        IS_QUEUED, *(column == row[column.name] for column in _GROUP),
+        tuple_(runs.c.created_at, runs.c.id) < tuple_(row["created_at"], row["id"]),
+    )
+    return int(tx.execute(query).scalar_one())
+
+
+def queued_by_group(tx: Connection) -> list[Row]:
+    """Tenant, device, rank and number of queued runs."""
+    return all_rows(tx, select(*_GROUP, func.count().label("count")).where(IS_QUEUED).group_by(*_GROUP))
+
+
+def active_runs(tx: Connection) -> list[Row]:
+    """The runs that hold devices, with what their attempts say of their pace."""
+    of_attempt = and_(attempts.c.run_id == runs.c.id, attempts.c.attempt == runs.c.attempt)
+    query = select(
+        runs.c.id, runs.c.tenant, runs.c.execution, runs.c.step, runs.c.steps, runs.c.updated_at, runs.c.run_deadline_at,
+        attempts.c.claimed_at, attempts.c.running_at, attempts.c.from_step, attempts.c.attempt,
+    ).select_from(runs.join(attempts, of_attempt))
+    return all_rows(tx, query.where(HAS_LEASE).order_by(attempts.c.claimed_at, runs.c.id))
+
+
+def overdue_runs(tx: Connection, now: datetime) -> Sequence[str]:
+    """Runs whose lease, queue deadline or run deadline has passed, in order."""
+    overdue = union(
+        select(runs.c.id).where(HAS_LEASE, runs.c.lease_expires_at <= now),
+        select(runs.c.id).where(IS_QUEUED, runs.c.queue_deadline_at <= now),
+        select(runs.c.id).where(HAS_RUN_DEADLINE, runs.c.run_deadline_at <= now),
+    )
+    return tx.execute(overdue.order_by("id")).scalars().all()
+
+
+# ---- Quotas, shares, turns -------------------------------------------------------------------------------------------
+
+def all_quotas(tx: Connection) -> list[Row]:
+    return all_rows(tx, select(quotas).order_by(quotas.c.tenant))
+
+
+def lock_quota(tx: Connection, tenant: str) -> Row | None:
+    """A tenant's quota. Until the transaction ends nobody else counts against it."""
+    return one_row(tx, select(quotas).where(quotas.c.tenant == tenant).with_for_update())
+
+
+def put_quota(tx: Connection, values: Mapping[str, Any]) -> None:
+    _put(tx, quotas, "tenant", values)
+
+
+def all_shares(tx: Connection) -> list[Row]:
+    return all_rows(tx, select(shares))
+
+
+def lock_share(tx: Connection, tenant: str) -> Row | None:
+    return one_row(tx, select(shares).where(shares.c.tenant == tenant).with_for_update())
+
+
+def put_share(tx: Connection, values: Mapping[str, Any]) -> None:
+    _put(tx, shares, "tenant", values)
+
+
+def turns(tx: Connection) -> list[Row]:
+    return all_rows(tx, select(queue_turns))
+
+
+def put_turn(tx: Connection, priority: int, at: datetime) -> None:
+    _put(tx, queue_turns, "priority", {"priority": priority, "at": at})
+
+
+def _put(tx: Connection, table: Any, key: str, values: Mapping[str, Any]) -> None:
+    statement = postgresql.insert(table) if tx.dialect.name == "postgresql" else sqlite.insert(table)
+    changed = {name: value for name, value in values.items() if name != key}
+    tx.execute(statement.values(**values).on_conflict_do_update(index_elements=[key], set_=changed))
+
+
+def waiting_count(tx: Connection, tenant: str) -> int:
+    """A tenant's runs that are queued or paused."""
+    query = select(func.count()).select_from(runs).where(runs.c.tenant == tenant, runs.c.status.in_(("queued", "paused")))
+    return int(tx.execute(query).scalar_one())
+
+
+def jobs_since(tx: Connection, tenant: str, since: datetime) -> int:
+    query = select(func.count()).select_from(jobs).where(jobs.c.tenant == tenant, jobs.c.created_at > since)
+    return int(tx.execute(query).scalar_one())
+
+
+def next_job_leaves(tx: Connection, tenant: str, since: datetime) -> timedelta:
+    """How long after `since` the first job since then was created."""
+    query = select(func.min(jobs.c.created_at)).where(jobs.c.tenant == tenant, jobs.c.created_at > since)
+    first: datetime = tx.execute(query).scalar_one()
+    return first - since
+
+
+def checkpoint_bytes(tx: Connection, tenant: str) -> int:
+    """The bytes of a tenant's checkpoints that aren't deleted."""
+    query = select(func.coalesce(func.sum(checkpoints.c.size), 0))
+    return int(tx.execute(query.where(checkpoints.c.tenant == tenant, text("checkpoints.deleted_at IS NULL"))).scalar_one())
+
+
+def active_use(tx: Connection, tenant: str) -> tuple[int, int]:
+    """How many runs of a tenant are active, and the devices that they hold."""
+    query = select(func.count(), func.coalesce(func.sum(runs.c.devices), 0)).where(HAS_LEASE, runs.c.tenant == tenant)
+    count, devices = tx.execute(query).one()
+    return int(count), int(devices)

@@ -46,6 +46,21 @@ class LeaseLost(Conflict):
     code = "lease_lost"
 
 
+class QuotaExceeded(MokError):
+    """The tenant has as much as it may have now: later, or once something has ended, the same request is fine.
+
+    `detail` holds limit (its name), value and used.
+    """
+
+    http_status, exit_status, code = 429, 1, "quota_exceeded"
+
+
+class QuotaForbids(MokError):
+    """The tenant may not have this, however long it waits; `detail` as in QuotaExceeded."""
+
+    http_status, exit_status, code = 403, 1, "quota_forbids"
+
+
 class ServiceUnreachable(MokError):
     http_status, exit_status, code = 503, 7, "unreachable"
 
@@ -84,3 +99,9 @@ class KernelError(MokError):
     """The native library refused or failed; the message carries its file and line."""
 
     code = "kernel"
+
+
+class LibraryUnusable(KernelError):
+    """There is no native library that this program can use: none, stale, of another ABI. Trying again doesn't help."""
+
+    code = "library_unusable"

@@ -12,12 +12,13 @@ from sqlalchemy import Connection
 from mok_service.db import queries, tables
 from mok_service.db.ids import is_id, new_id
 from mok_service.db.session import Database
-from mok_service.errors import Conflict, InvalidSpec, NotFound, Unrunnable
+from mok_service.errors import Conflict, InvalidSpec, NotFound, QuotaExceeded, Unrunnable
 from mok_service.lifecycle import FINAL
 from mok_service.provenance.digest import Digest
 from mok_service.provenance.manifest import DataManifest
 from mok_service.runs import rows
 from mok_service.runs.clusters import refuse_what_never_fits
+from mok_service.runs.quotas import refuse_over_quota
 from mok_service.runs.reading import parse_digest
 from mok_service.runs.rows import Row, run_of
 from mok_service.runs.types import Page, Run, RunKind, time_from_text, time_text
@@ -105,7 +106,7 @@ def submit(db: Database, spec: JobSpec, *, tenant: str = "local", idempotency: I
 
     Every default is resolved and a seed drawn if there is none; `init_from` a run's checkpoint gets that checkpoint's digest.
     Raises Unrunnable when `machine`, or the cluster as schedulers reported it, can't run it; Conflict when the
-    Idempotency-Key was used with another body.
+    Idempotency-Key was used with another body; QuotaExceeded and QuotaForbids by the tenant's quota.
     """
     seen = _answered(db, tenant, idempotency)
     if seen is not None:
@@ -119,12 +120,14 @@ def submit(db: Database, spec: JobSpec, *, tenant: str = "local", idempotency: I
     try:
         with db.write() as tx:
             refuse_what_never_fits(tx, resolved.execution, at)
+            refuse_over_quota(tx, tenant, resolved.execution, at, new_job=True)
             queries.add(tx, tables.jobs, [_job_row(job)])
             run = _queue_run(tx, job, resolved.execution, "original", None, at)
             _remember(tx, tenant, idempotency, job.id, {"job": job.as_dict(), "run": run.as_dict()}, at)
-    except _SeenBefore:
-        seen = _answered(db, tenant, idempotency)
-        assert seen is not None, "whoever was faster has committed"
+    except (_SeenBefore, QuotaExceeded):
+        seen = _answered(db, tenant, idempotency)  # whoever was faster has committed, and has perhaps taken the last place
+        if seen is None:
+            raise
         return _submitted_before(seen)
     return Submitted(job, run, created=True)
 
@@ -172,12 +175,14 @@ def create_run(db: Database, job_id: str, *, execution: ExecutionSpec | None = N
             if machine is not None:
                 check_runnable(JobSpec(training=job.training, execution=resolved), machine)
             refuse_what_never_fits(tx, resolved, at)
+            refuse_over_quota(tx, tenant, resolved, at, new_job=False)
             original = _run_to_reproduce(tx, job, reproduces)
             run = _queue_run(tx, job, resolved, "original" if original is None else "reproduction", original, at)
             _remember(tx, tenant, idempotency, job.id, {"run": run.as_dict()}, at)
-    except _SeenBefore:
+    except (_SeenBefore, QuotaExceeded):
         seen = _answered(db, tenant, idempotency)
-        assert seen is not None, "whoever was faster has committed"
+        if seen is None:
+            raise
         return Run.from_dict(seen["run"])
     return run
 

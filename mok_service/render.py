@@ -68,10 +68,23 @@ def jobs_table(items: Sequence[Mapping[str, Any]]) -> Table:
 
 def runs_table(items: Sequence[Mapping[str, Any]]) -> Table:
     """A line for each run."""
-    table = _table("run", "kind", "status", "step", "weights", "verdict", "created")
+    queued = any(run.get("queue") for run in items)
+    table = _table("run", "kind", "status", "step", "weights", "verdict", "created", *(["waits for"] if queued else []))
     for run in items:
+        standing = run.get("queue")
+        waits = [f"{standing['position']} of {standing['of']}: {standing['why_waiting']}" if standing else ""]
         table.add_row(run["id"], run["kind"], coloured(run["status"]), f"{_or_dash(run['step'])}/{run['steps']}",
-                      _short(run["weights"]), coloured(run["verdict"]), _at(run["created_at"]))
+                      _short(run["weights"]), coloured(run["verdict"]), _at(run["created_at"]), *(waits if queued else []))
+    return table
+
+
+def quota_table(quota: Mapping[str, Any]) -> Table:
+    """A tenant's limits, and what it has of each."""
+    table = _table("limit", "at most", "now")
+    table.add_row("weight", f"{quota['limits']['weight']:g}", "")
+    for name, now in quota["used"].items():
+        most = quota["limits"][name]
+        table.add_row(name.removesuffix("_max"), "no limit" if most is None else f"{most:,}", f"{now:,}")
     return table
 
 
@@ -86,6 +99,9 @@ def run_table(run: Mapping[str, Any], job: Mapping[str, Any], verifications: Ite
         rows.append(("stopped by", run["stop_reason"].replace("_", " ")))
     if run["message"]:
         rows.append(("message", run["message"]))
+    if standing := run.get("queue"):
+        rows += [("position", f"{standing['position']} of {standing['of']}"), ("waits for", standing["why_waiting"]),
+                 ("may start", _at(standing["estimated_start"]))]
     rows += [
         ("step", f"{_or_dash(run['step'])} of {run['steps']}"), ("attempt", str(run["attempt"])), ("seed", str(job["seed"])),
         ("device", f"{run['execution']['count']} x {run['execution']['device']}"),

@@ -111,6 +111,18 @@ class Job(Answer):
     created_at: datetime = Field(examples=[AT])
 
 
+class Standing(Answer):
+    """Where a queued run stands."""
+
+    position: int = Field(examples=[3])
+    """1 goes first. Behind the first runs of its tenant it's an estimate."""
+    of: int = Field(examples=[12])
+    """All queued runs, of every tenant."""
+    estimated_start: datetime | None = Field(examples=[AT])
+    """By the pace of the active runs; null while nothing is known about it."""
+    why_waiting: str = Field(examples=["1 GPU wanted, 0 free; how long the active runs take isn't known yet"])
+
+
 class Run(Answer):
     """One execution of a job."""
 
@@ -147,6 +159,8 @@ class Run(Answer):
     retry_at: datetime | None
     queue_deadline_at: datetime | None = Field(examples=[AT])
     run_deadline_at: datetime | None = Field(examples=[AT])
+    queue: Standing | None = None
+    """While it is queued, where runs are looked at."""
 
 
 class Submitted(Answer):

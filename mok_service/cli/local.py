@@ -48,11 +48,11 @@ class Local:
         return {"items": [job.as_dict() for job in page.items], "next_cursor": page.next_cursor}
 
     def run(self, run_id: str) -> dict[str, Any]:
-        return runs.get_run(self._db, run_id).as_dict()
+        return runs.with_standing(self._db, [runs.get_run(self._db, run_id)])[0]
 
     def runs(self, **filters: Any) -> dict[str, Any]:
         page = runs.list_runs(self._db, **filters)
-        return {"items": [run.as_dict() for run in page.items], "next_cursor": page.next_cursor}
+        return {"items": runs.with_standing(self._db, page.items), "next_cursor": page.next_cursor}
 
     def steps(self, run_id: str, after: int = -1) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []

@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from mok_service.errors import KernelError
+from mok_service.errors import LibraryUnusable
 from mok_service.kernels import abi
 
 FILES = {"cpu": "libmok.so", "cuda": "libmok_cuda.so"}
@@ -19,32 +19,32 @@ FILES = {"cpu": "libmok.so", "cuda": "libmok_cuda.so"}
 def library_path(backend: str) -> Path:
     """Where the library of `backend` ("cpu" or "cuda") lies.
 
-    `MOK_LIBRARY` (or `MOK_CUDA_LIBRARY`) names another build. Raises KernelError when there is none, saying how to get it.
+    `MOK_LIBRARY` (or `MOK_CUDA_LIBRARY`) names another build. Raises LibraryUnusable when there is none, saying how to get it.
     """
     if backend not in FILES:
-        raise KernelError(f"backend = {backend!r}: there is no such backend; allowed: {', '.join(FILES)}")
+        raise LibraryUnusable(f"backend = {backend!r}: there is no such backend; allowed: {', '.join(FILES)}")
     named = os.environ.get("MOK_LIBRARY" if backend == "cpu" else "MOK_CUDA_LIBRARY")
     path = Path(named) if named else Path(str(resources.files("mok_service").joinpath("_native", FILES[backend])))
     if path.is_file():
         return path
     if backend == "cuda":
-        raise KernelError(
+        raise LibraryUnusable(
             f"the CUDA backend was not built: {path} does not exist; it is built by the installation where nvcc 12.4 or later "
             "is found (set CUDACXX to name one), then run `make install` again"
         )
-    raise KernelError(f"the native library {path} does not exist; run `make install`")
+    raise LibraryUnusable(f"the native library {path} does not exist; run `make install`")
 
 
 def load_library(backend: str) -> ctypes.CDLL:
     """Load the library, bind every operation, and refuse one that doesn't fit this Python code.
 
-    Raises KernelError: not found, not loadable, another ABI or arithmetic, or (in a checkout) built from other sources.
+    Raises LibraryUnusable: not found, not loadable, another ABI or arithmetic, or (in a checkout) built from other sources.
     """
     path = library_path(backend)
     try:
         library = ctypes.CDLL(str(path), mode=os.RTLD_LOCAL | os.RTLD_NOW)
     except OSError as error:
-        raise KernelError(f"the native library {path} can't be loaded: {error}") from error
+        raise LibraryUnusable(f"the native library {path} can't be loaded: {error}") from error
     for name in ("mok_arithmetic", "mok_backend", "mok_build_info", "mok_last_error", "mok_context_info"):
         getattr(library, name).restype = ctypes.c_char_p
     library.mok_context_info.argtypes = [ctypes.c_void_p]
@@ -52,10 +52,10 @@ def load_library(backend: str) -> ctypes.CDLL:
     library.mok_context_destroy.argtypes = [ctypes.c_void_p]
     library.mok_context_destroy.restype = None
     if (found := library.mok_abi_version()) != abi.ABI_VERSION:
-        raise KernelError(f"{path} has ABI version {found}, this code needs {abi.ABI_VERSION}; run `make install`")
+        raise LibraryUnusable(f"{path} has ABI version {found}, this code needs {abi.ABI_VERSION}; run `make install`")
     arithmetic = library.mok_arithmetic().decode()
     if arithmetic != abi.ARITHMETIC:
-        raise KernelError(f"{path} computes arithmetic {arithmetic!r}, this code needs {abi.ARITHMETIC!r}")
+        raise LibraryUnusable(f"{path} computes arithmetic {arithmetic!r}, this code needs {abi.ARITHMETIC!r}")
     operations = abi.OPERATIONS | (abi.CUDA_OPERATIONS if backend == "cuda" else {})
     for name, struct in operations.items():
         function = getattr(library, name)
@@ -94,6 +94,6 @@ def _refuse_stale(path: Path, backend: str, build: dict[str, Any]) -> None:
         return
     expected, got = source_digest(csrc, backend), build.get("source_digest")
     if got != expected:
-        raise KernelError(
+        raise LibraryUnusable(
             f"{path} was built from other sources (digest {got}) than those in {csrc.name}/ ({expected}); run `make install`"
         )

@@ -20,6 +20,7 @@ from mok_service.runs.attesting import (
 from mok_service.runs.clusters import report_nodes
 from mok_service.runs.judging import judge
 from mok_service.runs.leases import claim, finish, mark_running, mark_starting, release, renew
+from mok_service.runs.quotas import Quota, get_quota, set_quota
 from mok_service.runs.reading import (
     attempts,
     checkpoints,
@@ -35,6 +36,7 @@ from mok_service.runs.reading import (
     verifications,
 )
 from mok_service.runs.reaping import end_leases_of_earlier_boots, reap
+from mok_service.runs.standing import Standing, standings, with_standing
 from mok_service.runs.types import (
     AppendResult,
     Attempt,
@@ -55,10 +57,10 @@ from mok_service.runs.wishes import cancel, checkpoint_deleted, pause, resume
 
 __all__ = [
     "AppendResult", "Attempt", "Attestation", "Capacity", "CheckpointFile", "CheckpointInfo", "Event", "Lease", "LogEntry",
-    "LogLine", "Node", "Outcome", "Page", "Run", "StoredCheckpoint", "StoredLog", "StoredStep", "Verification", "append",
-    "attempts", "attest", "cancel", "checkpoint_deleted", "checkpoints", "claim", "count_by_status",
-    "end_leases_of_earlier_boots", "events", "finish", "get_attestation", "get_run", "get_verification", "judge",
+    "LogLine", "Node", "Outcome", "Page", "Quota", "Run", "Standing", "StoredCheckpoint", "StoredLog", "StoredStep",
+    "Verification", "append", "attempts", "attest", "cancel", "checkpoint_deleted", "checkpoints", "claim", "count_by_status",
+    "end_leases_of_earlier_boots", "events", "finish", "get_attestation", "get_quota", "get_run", "get_verification", "judge",
     "list_runs", "log_entries", "log_head", "log_proof", "logs", "mark_running", "mark_starting", "nodes", "pause",
-    "provenance", "reap", "release", "renew", "report_nodes", "resume", "signing_keys", "steps", "unattested",
-    "verifications",
+    "provenance", "reap", "release", "renew", "report_nodes", "resume", "set_quota", "signing_keys", "standings", "steps",
+    "unattested", "verifications", "with_standing",
 ]

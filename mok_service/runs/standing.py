@@ -127,6 +127,12 @@ def standings(db: Database, shown: Sequence[Run], now: datetime | None = None) -
         return found
 
 
+def with_standing(db: Database, shown: Sequence[Run], now: datetime | None = None) -> list[dict[str, Any]]:
+    """Runs in the REST shape, each with `queue`: where it stands while it is queued, else null."""
+    found = standings(db, shown, now)
+    return [run.as_dict() | {"queue": found[run.id].as_dict() if run.id in found else None} for run in shown]
+
+
 def _position(tx: Connection, row: Row, groups: Sequence[Row], shares: Shares) -> int:
     """About where a run stands that is behind the first ones of its group: after higher priorities, after its own tenant's
     older runs, and after as many of each other tenant's as that one's weight gives it meanwhile."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import Any, Final, Literal, Protocol
 
-from mok_service.errors import InvalidSpec, KernelError, TrainingFailed, Unrunnable
+from mok_service.errors import InvalidSpec, KernelError, LibraryUnusable, TrainingFailed, Unrunnable
 from mok_service.kernels import abi
 from mok_service.lifecycle import STOP_REASONS
 from mok_service.provenance.chain import StepRecord
@@ -214,6 +214,8 @@ def classify(error: Exception) -> Failure:
     if isinstance(error, TrainingFailed):
         reason = error.detail.get("reason", error.code)
         return Failure("failed", message, reason if reason in STOP_REASONS else "internal")
+    if isinstance(error, LibraryUnusable):
+        return Failure("failed", error.message, "library_unusable")
     if isinstance(error, InvalidSpec | Unrunnable):
         return Failure("failed", error.message, "bad_data")
     if _is_out_of_memory(error):

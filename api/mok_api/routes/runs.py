@@ -28,13 +28,13 @@ def list_runs(db: Db, status: Status = None, job: OfJob = None, digest: OfDigest
               limit: PageLimit = 50) -> Json:
     """Runs, newest first. `digest` finds runs by final weights, a checkpoint's weights, chain head, training spec or data."""
     page = runs.list_runs(db, status=status, job=job, digest=digest, cursor=cursor, limit=limit)
-    return Json({"items": [run.as_dict() for run in page.items], "next_cursor": page.next_cursor})
+    return Json({"items": runs.with_standing(db, page.items), "next_cursor": page.next_cursor})
 
 
 @router.get("/v1/runs/{run}", response_model=schemas.Run, responses=refusals(404))
 def get_run(db: Db, run: RunId) -> Json:
-    """One run."""
-    return Json(runs.get_run(db, run).as_dict())
+    """One run; while it is queued, with its place in the queue and what it waits for."""
+    return Json(runs.with_standing(db, [runs.get_run(db, run)])[0])
 
 
 @router.post("/v1/runs/{run}/cancel", response_model=schemas.Run, responses=refusals(404, 409, 413, 415))

@@ -42,7 +42,7 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("priority", name="pk_queue_turns"),
     )
     op.drop_index("ix_runs_queue", "runs")
-    _index("ix_runs_queue", "runs", ["tenant", "device", "queue_rank", "created_at", "id"], QUEUED)
+    _index("ix_runs_queue", "runs", ["tenant", "device", "queue_rank", "created_at", "id", "status"], QUEUED)
     _index("ix_runs_queue_deadline", "runs", ["queue_deadline_at"], QUEUED)
     _index("ix_runs_run_deadline", "runs", ["run_deadline_at"], HAS_DEADLINE)
     _index("ix_checkpoints_stored", "checkpoints", ["tenant", "size"], STORED)

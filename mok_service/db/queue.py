@@ -5,11 +5,11 @@ Conditions that choose a partial index are literal words: SQLite doesn't see tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from datetime import datetime, timedelta
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
-from sqlalchemy import Connection, and_, func, select, text, tuple_, union
+from sqlalchemy import Connection, and_, func, select, text, tuple_, union_all
 from sqlalchemy.dialects import postgresql, sqlite
 
 from mok_service.db.queries import Row
@@ -18,11 +18,12 @@ from mok_service.db.queries import _one as one_row
 from mok_service.db.tables import attempts, checkpoints, jobs, queue_turns, quotas, runs, shares
 
 OF_A_GROUP_MAX: Final = 16   # runs of one tenant, device and priority that a claim looks at
-ROWS_MAX: Final = 512        # runs that are read at a time
+ROWS_MAX: Final = 64         # runs that are read at a time
 
 IS_QUEUED: Final = text("runs.status = 'queued'")
 HAS_LEASE: Final = text("runs.lease_token IS NOT NULL")
 HAS_RUN_DEADLINE: Final = text("runs.run_deadline_at IS NOT NULL")
+_NEVER: Final = datetime(9999, 12, 31, tzinfo=UTC)
 _GROUP: Final = (runs.c.tenant, runs.c.device, runs.c.queue_rank)
 _WAITING: Final = (runs.c.id, runs.c.tenant, runs.c.device, runs.c.queue_rank, runs.c.execution, runs.c.created_at,
                    runs.c.queue_deadline_at, runs.c.run_deadline_at, runs.c.retry_at)
@@ -38,7 +39,7 @@ def waiting_runs(tx: Connection, now: datetime | None) -> list[Row]:
         if now is not None:
             query = query.where((runs.c.retry_at.is_(None)) | (runs.c.retry_at <= now))
         if after is not None:
-            query = query.where(tuple_(*_GROUP) > tuple_(*after))
+            query = query.where(tuple_(*_GROUP, runs.c.created_at) > tuple_(*after, _NEVER))  # a seek past the group
         rows = all_rows(tx, query.order_by(*_GROUP, runs.c.created_at, runs.c.id).limit(ROWS_MAX))
         in_group: dict[tuple[Any, ...], int] = {}
         for row in rows:
@@ -55,13 +56,13 @@ def waiting_runs(tx: Connection, now: datetime | None) -> list[Row]:
         after = last
 
 
-def queued_before(tx: Connection, row: Mapping[str, Any]) -> int:
-    """How many queued runs of its tenant, device and priority are older than a queued run."""
-    query = select(func.count()).where(
-        IS_QUEUED, *(column == row[column.name] for column in _GROUP),
-        tuple_(runs.c.created_at, runs.c.id) < tuple_(row["created_at"], row["id"]),
-    )
-    return int(tx.execute(query).scalar_one())
+def queued_between(tx: Connection, group: tuple[str, str, int], first: tuple[datetime, str] | None,
+                   last: tuple[datetime, str]) -> int:
+    """How many queued runs of a tenant, device and rank are older than `last`, by time and id, and not older than `first`."""
+    age = tuple_(runs.c.created_at, runs.c.id)
+    query = select(func.count()).where(IS_QUEUED, *(column == value for column, value in zip(_GROUP, group, strict=True)),
+                                       age < tuple_(*last))
+    return int(tx.execute(query if first is None else query.where(age >= tuple_(*first))).scalar_one())
 
 
 def queued_by_group(tx: Connection) -> list[Row]:
@@ -79,14 +80,19 @@ def active_runs(tx: Connection) -> list[Row]:
     return all_rows(tx, query.where(HAS_LEASE).order_by(attempts.c.claimed_at, runs.c.id))
 
 
-def overdue_runs(tx: Connection, now: datetime) -> Sequence[str]:
+def leased_attempts(tx: Connection) -> list[Row]:
+    """Run and attempt of every lease."""
+    return all_rows(tx, select(runs.c.id, runs.c.attempt).where(HAS_LEASE))
+
+
+def overdue_runs(tx: Connection, now: datetime) -> list[str]:
     """Runs whose lease, queue deadline or run deadline has passed, in order."""
-    overdue = union(
+    overdue = union_all(
         select(runs.c.id).where(HAS_LEASE, runs.c.lease_expires_at <= now),
         select(runs.c.id).where(IS_QUEUED, runs.c.queue_deadline_at <= now),
         select(runs.c.id).where(HAS_RUN_DEADLINE, runs.c.run_deadline_at <= now),
     )
-    return tx.execute(overdue.order_by("id")).scalars().all()
+    return sorted(set(tx.execute(overdue).scalars()))  # sorted here: by an ORDER BY, SQLite scans the primary key
 
 
 # ---- Quotas, shares, turns -------------------------------------------------------------------------------------------

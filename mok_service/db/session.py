@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
@@ -18,9 +19,12 @@ from mok_service.errors import InvalidSpec, MokError
 
 BUSY_SECONDS_MAX: Final = 60.0        # how long another process may hold SQLite's write lock
 POSTGRESQL_CONNECTIONS_MAX: Final = 50
+SQLITE_CONNECTIONS_KEPT: Final = 40   # as many as the API has threads: opening one costs more than a query
 MIGRATION_LOCK: Final = 0x6D6F6B_01   # advisory locks on PostgreSQL: "mok" and a number
 CLAIM_LOCK: Final = 0x6D6F6B_02
 LOG_LOCK: Final = 0x6D6F6B_03
+# What the present request adds to each transaction that writes, last of all: its entry in the audit log (auditlog.py).
+before_commit: ContextVar[Callable[[Connection], None] | None] = ContextVar("before_commit", default=None)
 _NETWORK_FILE_SYSTEMS: Final = frozenset({
     "nfs", "nfs3", "nfs4", "cifs", "smb", "smb2", "smb3", "smbfs", "afs", "ceph", "fuse.ceph", "fuse.sshfs", "lustre", "gpfs",
     "glusterfs", "fuse.glusterfs", "beegfs", "ocfs2", "gfs2", "davfs", "fuse.davfs2", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone",
@@ -61,6 +65,9 @@ class Database:
             connection.execution_options(mok_write=True)
             with connection.begin():
                 yield connection
+                action = before_commit.get()
+                if action is not None:
+                    action(connection)
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
@@ -109,7 +116,7 @@ def _sqlite_engine(url: URL, read_only: bool) -> Engine:
     if read_only:
         url = url.set(database=f"file:{path}", query={"mode": "ro", "uri": "true"})
     # Threads may read while one writes: as many connections as the thread pool asks for.
-    engine = create_engine(url, connect_args={"timeout": BUSY_SECONDS_MAX}, max_overflow=-1)
+    engine = create_engine(url, connect_args={"timeout": BUSY_SECONDS_MAX}, pool_size=SQLITE_CONNECTIONS_KEPT, max_overflow=-1)
 
     @event.listens_for(engine, "connect")
     def connect(connection: Any, _record: Any) -> None:

@@ -175,7 +175,7 @@ runs: Final = Table(
             postgresql_where=text(f"{column} IS NOT NULL")) for column in ("reproduces", "init_run", "init_weights")),
     # SQLite takes a partial index only for a condition that holds its words: `IS_QUEUED` and its like in db/queue.py.
     *(Index(f"ix_runs_{name}", *columns, sqlite_where=text(where), postgresql_where=text(where)) for name, columns, where in (
-        ("queue", ("tenant", "device", "queue_rank", "created_at", "id"), "status = 'queued'"),
+        ("queue", ("tenant", "device", "queue_rank", "created_at", "id", "status"), "status = 'queued'"),
         ("queue_deadline", ("queue_deadline_at",), "status = 'queued'"),
         ("run_deadline", ("run_deadline_at",), "run_deadline_at IS NOT NULL"),
     )),
@@ -262,17 +262,22 @@ manifest_files: Final = Table(
     Index(None, "tenant", "digest"),
 )
 
+_TO_ATTEST: Final = "verdict IS NOT NULL AND level <> 'check' AND log_index IS NULL"
 verifications: Final = Table(
     "verifications", metadata,
-    _id(), _tenant(), _run(),
-    Column("compares_with", String(40), ForeignKey("runs.id")),
+    _id(), _tenant(), _run(),                    # the run that is verified
+    Column("executed_by", String(40), ForeignKey("runs.id")),  # the run that computes it again; none for a check
     Column("level", String(16), nullable=False),
-    Column("verdict", String(16), nullable=False),
+    Column("plan", Json),                        # what is computed again; written once, when it is asked for
+    Column("verdict", String(16)),               # none before it ends, and none if it is cancelled
     Column("field", Text), Column("step", Integer), Column("expected", Sentence), Column("got", Sentence),
-    Column("message", Sentence, nullable=False),
-    _time("created_at"),
+    Column("message", Sentence),
+    Column("report", Json),                      # beside a good verdict: what it covers
+    _time("created_at"), _time("ended_at", nullable=True),
+    Column("log_index", Integer),                # of its attestation; set after it has ended
     Index(None, "run_id", "created_at", "id"),
-    Index(None, "compares_with", "created_at", "id"),
+    UniqueConstraint("executed_by"),
+    Index("ix_verifications_unattested", "ended_at", "id", sqlite_where=text(_TO_ATTEST), postgresql_where=text(_TO_ATTEST)),
 )
 
 events: Final = Table(
@@ -309,6 +314,17 @@ attestations: Final = Table(
     _time("created_at"),
     UniqueConstraint("log_index"),
     Index(None, "digest"),
+)
+
+verification_attestations: Final = Table(
+    "verification_attestations", metadata,
+    Column("verification_id", String(40), ForeignKey("verifications.id"), primary_key=True), _tenant(),
+    Column("envelope", Json, nullable=False),
+    Column("key_id", String(64), ForeignKey("signing_keys.id"), nullable=False),
+    _digest("digest", nullable=False),           # of the envelope's canonical bytes
+    Column("log_index", Integer, ForeignKey("log_entries.log_index"), nullable=False),
+    _time("created_at"),
+    UniqueConstraint("log_index"),
 )
 
 # The append-only log of all attestations, a Merkle tree. The whole service has one; nobody owns it.

@@ -77,3 +77,9 @@ def end_leases_of_earlier_boots(db: Database, boot_id: str, now: datetime, worke
             run.save()
             changed.append(run.id)
     return changed
+
+
+def leased_attempts(db: Database) -> set[tuple[str, int]]:
+    """Run and attempt of every lease there is: what else holds devices holds them for nobody."""
+    with db.read() as tx:
+        return {(row["id"], row["attempt"]) for row in queue.leased_attempts(tx)}

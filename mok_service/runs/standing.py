@@ -111,38 +111,47 @@ def standings(db: Database, shown: Sequence[Run], now: datetime | None = None) -
     at = now if now is not None else db.now()
     with db.read() as tx:
         seen, nodes = read_queue(tx, at, with_retries=True), _nodes(tx, at)
-        groups = sql.queued_by_group(tx)
         ordered = order(seen.queued, seen.active, seen.shares, at)
-        places = {run.id: number for number, run in enumerate(ordered, 1)}
-        view = _View(seen, ordered, nodes, at)
-        starts = view.starts()
-        found = {}
-        for run in queued:
-            row = queries.run(tx, run.id)
-            if row is None or row["status"] != "queued":
-                continue  # it isn't queued any more
-            position = places.get(run.id) or _position(tx, row, groups, seen.shares)
-            waiting = ordered[position - 1] if run.id in places else _waiting(row)
-            found[run.id] = Standing(position, sum(group["count"] for group in groups), starts.get(run.id), view.why(waiting))
-        return found
+        groups, known = sql.queued_by_group(tx), {run.id: (number, run) for number, run in enumerate(ordered, 1)}
+        behind = _behind(tx, [run for run in queued if run.id not in known], groups, seen.shares)
+    of = sum(group["count"] for group in groups)
+    view = _View(seen, ordered, nodes, at)
+    starts = view.starts()
+    found = {}
+    for run in queued:
+        position, waiting = known[run.id] if run.id in known else behind[run.id]
+        found[run.id] = Standing(position, max(position, of), starts.get(run.id), view.why(waiting))
+    return found
+
+
+def _behind(tx: Connection, runs: Sequence[Run], groups: Sequence[Row], shares: Shares) -> dict[str, tuple[int, Waiting]]:
+    """About where runs stand that are behind the first ones of their groups: after higher priorities, after their own tenant's
+    older runs, and after as many of each other tenant's as that one's weight gives it meanwhile."""
+    found, last = {}, dict[tuple[str, str, int], tuple[tuple[datetime, str], int]]()
+    for run in sorted(runs, key=lambda run: (run.created_at, run.id)):
+        assert run.queue_deadline_at is not None, "a queued run has a deadline"
+        waiting = Waiting(run.id, run.tenant, run.execution, run.created_at,
+                          run.queue_deadline_at - timedelta(seconds=run.execution.queue_deadline_seconds),
+                          run.run_deadline_at, run.retry_at)
+        rank = -run.execution.priority
+        group = (run.tenant, run.execution.device, rank)
+        first, older = last.get(group, (None, 0))
+        own = older + sql.queued_between(tx, group, first, waiting.age)
+        last[group] = waiting.age, own
+        before, weight = own, shares.limits_of(run.tenant).weight
+        for other in groups:
+            if other["queue_rank"] < rank:
+                before += other["count"]
+            elif other["queue_rank"] == rank and other["tenant"] != run.tenant:
+                before += min(other["count"], int(own * shares.limits_of(other["tenant"]).weight / weight))
+        found[run.id] = before + 1, waiting
+    return found
 
 
 def with_standing(db: Database, shown: Sequence[Run], now: datetime | None = None) -> list[dict[str, Any]]:
     """Runs in the REST shape, each with `queue`: where it stands while it is queued, else null."""
     found = standings(db, shown, now)
     return [run.as_dict() | {"queue": found[run.id].as_dict() if run.id in found else None} for run in shown]
-
-
-def _position(tx: Connection, row: Row, groups: Sequence[Row], shares: Shares) -> int:
-    """About where a run stands that is behind the first ones of its group: after higher priorities, after its own tenant's
-    older runs, and after as many of each other tenant's as that one's weight gives it meanwhile."""
-    weight = shares.limits_of(row["tenant"]).weight
-    own = sql.queued_before(tx, row)
-    before = own + sum(group["count"] for group in groups if group["queue_rank"] < row["queue_rank"])
-    for group in groups:
-        if group["queue_rank"] == row["queue_rank"] and group["tenant"] != row["tenant"]:
-            before += min(group["count"], int(own * shares.limits_of(group["tenant"]).weight / weight))
-    return int(min(before + 1, sum(group["count"] for group in groups)))
 
 
 def _nodes(tx: Connection, now: datetime) -> list[NodeSize]:

@@ -135,7 +135,10 @@ class Scheduler:
     def _report(self, now: datetime) -> None:
         self._nodes = self._cluster.nodes()
         runs.report_nodes(self._db, self._worker, describe(self._nodes, self._here, self._worker), now)
-        for name in self._cluster.names() - {active.name for active in self._active}:
+        strangers = self._cluster.names() - {active.name for active in self._active}
+        if strangers:
+            strangers -= {f"{run_id}-{attempt}" for run_id, attempt in runs.leased_attempts(self._db)}  # another scheduler's
+        for name in sorted(strangers):
             log.warning("ended %s: it held devices, and no attempt has that name", name)
             self._cluster.end(name)
         self._reported_at = now

@@ -1,11 +1,11 @@
-"""The use cases of jobs: submit one, look at them, run one again."""
+"""The use cases of jobs: submit one, look at them, run one again, verify a run of one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any, Final, Self
+from typing import Any, Final, Literal, Self
 
 from sqlalchemy import Connection
 
@@ -14,15 +14,32 @@ from mok_service.db.ids import is_id, new_id
 from mok_service.db.session import Database
 from mok_service.errors import Conflict, InvalidSpec, NotFound, QuotaExceeded, Unrunnable
 from mok_service.lifecycle import FINAL
+from mok_service.provenance.audit import Plan, draw, segments_of
 from mok_service.provenance.digest import Digest
 from mok_service.provenance.manifest import DataManifest
+from mok_service.provenance.measure import Read
+from mok_service.provenance.verify import check as check_record
 from mok_service.runs import rows
 from mok_service.runs.clusters import refuse_what_never_fits
+from mok_service.runs.judging import judge
+from mok_service.runs.locked import LockedRun
 from mok_service.runs.quotas import refuse_over_quota
-from mok_service.runs.reading import parse_digest
+from mok_service.runs.reading import get_verification, parse_digest, provenance
 from mok_service.runs.rows import Row, run_of
-from mok_service.runs.types import Page, Run, RunKind, time_from_text, time_text
-from mok_service.spec import ExecutionSpec, JobSpec, Machine, TrainingSpec, check_runnable, parse_job, resolve, training_digest
+from mok_service.runs.types import Page, Run, RunKind, Verification, time_from_text, time_text
+from mok_service.runs.wishes import cancel
+from mok_service.spec import (
+    ExecutionSpec,
+    JobSpec,
+    Machine,
+    TrainingSpec,
+    check_runnable,
+    draw_seed,
+    override_execution,
+    parse_job,
+    resolve,
+    training_digest,
+)
 
 KEY_LENGTH_MAX: Final = 255
 ROUTE_LENGTH_MAX: Final = 200
@@ -187,7 +204,120 @@ def create_run(db: Database, job_id: str, *, execution: ExecutionSpec | None = N
     return run
 
 
+def verify(db: Database, run_id: str, level: Literal["audit", "rerun"], *, segments: int | None = None, seed: int | None = None,
+           execution: Mapping[str, Any] | None = None, tenant: str = "local", idempotency: Idempotency | None = None,
+           now: datetime | None = None) -> Verification:
+    """Queues a run that computes a run which has ended again: drawn segments of it (audit), or all of it (rerun).
+
+    `segments` (None: up to four) are drawn by `seed` (None: drawn here). `execution` replaces single keys of the verified run's
+    own. A record that contradicts itself is TAMPERED at once, and nothing runs. Raises NotFound for an unknown run; Conflict for
+    one that hasn't ended, left nothing to compare with, or is an audit itself; InvalidSpec for more segments than there are;
+    Unrunnable as `create_run` does.
+    """
+    seen = _answered(db, tenant, idempotency)
+    if seen is not None:
+        return get_verification(db, seen["verification"]["id"], tenant)
+    at, finding = now if now is not None else db.now(), check_record(provenance(db, run_id, tenant), {})
+    try:
+        with db.write() as tx:
+            row = _run_to_verify(tx, run_id, tenant)
+            plan = None if level == "rerun" else _draw(tx, row, segments, draw_seed() if seed is None else seed)
+            if finding.verdict == "TAMPERED":
+                planned = None if plan is None else plan.document()
+                made = _at_once(tx, row, at, level=level, plan=planned, **finding.as_dict())
+            else:
+                job = _job_of(_job(tx, row["job_id"], tenant))
+                of_run = JobSpec(training=job.training, execution=ExecutionSpec.model_validate(row["execution"]))
+                resolved = override_execution(of_run, execution or {}).execution
+                refuse_what_never_fits(tx, resolved, at)
+                refuse_over_quota(tx, tenant, resolved, at, new_job=False)
+                run = _queue_run(tx, job, resolved, "audit" if level == "audit" else "reproduction", row, at, plan)
+                made = _verification_by(tx, run.id)
+            _remember(tx, tenant, idempotency, row["job_id"], {"verification": {"id": made}}, at)
+    except (_SeenBefore, QuotaExceeded):
+        seen = _answered(db, tenant, idempotency)
+        if seen is None:
+            raise
+        made = seen["verification"]["id"]
+    return get_verification(db, made, tenant)
+
+
+def check(db: Database, run_id: str, read: Read, *, tenant: str = "local",
+          idempotency: Idempotency | None = None) -> Verification:
+    """Verifies a run at level check, now; see `runs.judge`."""
+    seen = _answered(db, tenant, idempotency)
+    if seen is not None:
+        return get_verification(db, seen["verification"]["id"], tenant)
+    with db.read() as tx:
+        job_id = _run_to_look_at(tx, run_id, tenant)["job_id"]
+    made = judge(db, run_id, read, tenant)
+    try:
+        with db.write() as tx:
+            _remember(tx, tenant, idempotency, job_id, {"verification": {"id": made.id}}, made.at)
+    except _SeenBefore:
+        seen = _answered(db, tenant, idempotency)
+        assert seen is not None, "whoever was faster has committed"
+        return get_verification(db, seen["verification"]["id"], tenant)
+    return made
+
+
+def cancel_verification(db: Database, verification_id: str, tenant: str = "local", now: datetime | None = None) -> Verification:
+    """Ends a verification without a verdict: the run that carries it out is cancelled. Again changes nothing.
+
+    Raises NotFound, and Conflict for one that has ended.
+    """
+    found = get_verification(db, verification_id, tenant)
+    if found.executed_by is None or found.verdict is not None:
+        raise Conflict(f"verification {found.id} can't be cancelled: it is {found.status}", verification=found.id,
+                       status=found.status)
+    cancel(db, found.executed_by, tenant, now)
+    return get_verification(db, verification_id, tenant)
+
+
 # ---- Parts -----------------------------------------------------------------------------------------------------------
+
+def _at_once(tx: Connection, row: Row, now: datetime, **values: Any) -> str:
+    """A verification that needs no run to come to its verdict; its id."""
+    found = queries.lock_run(tx, row["id"])
+    assert found is not None, "runs are never deleted"
+    run = LockedRun(tx, found)
+    made = run.add_verification(now, **values)
+    run.save()
+    return made
+
+
+def _verification_by(tx: Connection, run_id: str) -> str:
+    row = queries.verification_by(tx, run_id)
+    assert row is not None, "it was queued with its verification"
+    return str(row["id"])
+
+
+def _run_to_look_at(tx: Connection, run_id: str, tenant: str) -> Row:
+    row = queries.run(tx, run_id, tenant) if is_id(run_id, "run") else None
+    if row is None:
+        raise NotFound(f"there is no run {run_id!r:.60}", run=run_id[:60])
+    if row["kind"] == "audit":
+        raise Conflict(f"run {run_id} is an audit of {row['reproduces']}: verify that one", run=run_id,
+                       audits=row["reproduces"])
+    return row
+
+
+def _run_to_verify(tx: Connection, run_id: str, tenant: str) -> Row:
+    row = _run_to_look_at(tx, run_id, tenant)
+    if row["status"] not in FINAL:
+        raise Conflict(f"run {run_id} is {row['status']}: it can be computed again once it has ended", run=run_id,
+                       status=row["status"])
+    if row["step"] is None:
+        raise Conflict(f"run {run_id} left no step record: there is nothing to compare with", run=run_id, status=row["status"])
+    return row
+
+
+def _draw(tx: Connection, row: Row, segments: int | None, seed: int) -> Plan:
+    there = [c["step"] for c in queries.checkpoints_of(tx, row["id"]) if c["deleted_at"] is None]
+    if not segments_of(there):
+        raise Conflict(f"run {row['id']} has no checkpoint, so there is no segment to audit; a rerun needs none", run=row["id"])
+    return draw(seed, str(row["head"]), row["step"], there, segments)
+
 
 def _with_initial_weights(db: Database, spec: JobSpec, tenant: str) -> JobSpec:
     """The spec with the digest of the checkpoint that `init_from` names, when that is a checkpoint of a run."""
@@ -219,7 +349,7 @@ def _execution(job: Job, execution: ExecutionSpec | None) -> ExecutionSpec:
 
 
 def _run_to_reproduce(tx: Connection, job: Job, wanted: str | None) -> Row | None:
-    of_job = queries.runs_of_job(tx, job.id)
+    of_job = [run for run in queries.runs_of_job(tx, job.id) if run["kind"] != "audit"]  # those have no whole chain
     if wanted is not None:
         found = next((run for run in of_job if run["id"] == wanted), None)
         if found is None:
@@ -244,13 +374,16 @@ def _run_to_reproduce(tx: Connection, job: Job, wanted: str | None) -> Row | Non
     return None
 
 
-def _queue_run(tx: Connection, job: Job, execution: ExecutionSpec, kind: RunKind, original: Row | None, now: datetime) -> Run:
+def _queue_run(tx: Connection, job: Job, execution: ExecutionSpec, kind: RunKind, original: Row | None, now: datetime,
+               plan: Plan | None = None) -> Run:
+    """Inserts a run, its first event and, where it verifies another one, that verification."""
     row = {
         "id": new_id("run"), "tenant": job.tenant, "job_id": job.id, "kind": kind,
         "reproduces": None if original is None else original["id"], "status": "queued", "desired_state": "run",
         "stop_reason": None, "message": None, "verdict": None, "execution": execution.model_dump(mode="json"),
-        "device": execution.device, "devices": execution.count, "queue_rank": -execution.priority, "steps": job.training.steps,
-        "attempt": 0, "failures": 0,
+        "device": execution.device, "devices": execution.count, "queue_rank": -execution.priority,
+        "steps": job.training.steps if plan is None else plan.end,
+        **_filters(job.training), "attempt": 0, "failures": 0,
         "step": None, "head": None, "weights": None, "event_count": 1, "log_count": 0, "lease_worker": None, "created_at": now,
         "updated_at": now, "started_at": None, "ended_at": None, "retry_at": None, "run_deadline_at": None,
         "queue_deadline_at": now + timedelta(seconds=execution.queue_deadline_seconds),
@@ -261,7 +394,21 @@ def _queue_run(tx: Connection, job: Job, execution: ExecutionSpec, kind: RunKind
         "payload": {"status": "queued", "from": None, "attempt": 0, "desired_state": "run", "stop_reason": None, "message": None,
                     "verdict": None},
     }])
+    if original is not None:
+        queries.add(tx, tables.verifications, [{
+            "id": new_id("ver"), "tenant": job.tenant, "run_id": original["id"], "executed_by": row["id"],
+            "level": "rerun" if plan is None else "audit", "plan": None if plan is None else plan.document(), "created_at": now,
+        }])
     return run_of(row)
+
+
+def _filters(training: TrainingSpec) -> dict[str, Any]:
+    """What lists of runs filter by, of a resolved training spec."""
+    start = training.init_from
+    run, at, _ = ("", "", "") if start is None else start.source.partition("@")
+    weights = None if start is None or start.weights is None else Digest.parse(start.weights)
+    return {"name": training.name, "seed": training.seed, "model": preset_of(training.model.model_dump()),
+            "init_run": run if at and run.startswith("run_") else None, "init_weights": weights}
 
 
 def _job_row(job: Job) -> dict[str, Any]:
@@ -295,12 +442,12 @@ def _answered(db: Database, tenant: str, idempotency: Idempotency | None) -> dic
         row = queries.idempotency_key(tx, tenant, idempotency.route, idempotency.key)
     if row is None:
         return None
+    response: dict[str, Any] = row["response"]
     if row["body"] != idempotency.body:
         raise Conflict(
             f"Idempotency-Key {idempotency.key!r} was used with another body, for job {row['job_id']}", job=row["job_id"],
-            run=row["response"]["run"]["id"], key=idempotency.key,
+            key=idempotency.key, **{what: response[what]["id"] for what in ("run", "verification") if what in response},
         )
-    response: dict[str, Any] = row["response"]
     return response
 
 

@@ -37,6 +37,12 @@ def created(location: str) -> Responses:
     return {201: {"description": f"Created. {location}", "headers": {"Location": header}}}
 
 
+def accepted(location: str) -> Responses:
+    """The answer to a request whose work is queued."""
+    header = {"description": location, "schema": {"type": "string"}}
+    return {202: {"description": f"Queued. {location}", "headers": {"Location": header}}}
+
+
 def event_stream() -> Responses:
     """An answer that is JSON or a stream."""
     example = 'id: 7\nevent: step\ndata: {"run":"run_...","number":7,"type":"step","payload":{...},"at":"..."}\n\n'

@@ -10,13 +10,22 @@ from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from mok_service.lifecycle import AttemptEnd, DesiredState, RunStatus, StopReason, VerificationVerdict
+from mok_service.lifecycle import (
+    AttemptEnd,
+    DesiredState,
+    RunStatus,
+    StopReason,
+    VerificationLevel,
+    VerificationStatus,
+    VerificationVerdict,
+)
 from mok_service.runs.types import EventType, LogLevel, RunKind
 from mok_service.spec import SEED_MAX, Estimate, ExecutionSpec, JobSpec, TrainingSpec
 
 DIGEST: Final = "sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
 JOB: Final = "job_0198c0de5e1f7000800000000000c0de"
 RUN: Final = "run_0198c0de5e1f7000800000000000c0de"
+VERIFICATION: Final = "ver_0198c0de5e1f7000800000000000c0de"
 AT: Final = "2026-12-01T10:00:00.000000Z"
 
 JOB_EXAMPLE: Final[dict[str, Any]] = {
@@ -28,7 +37,7 @@ JOB_EXAMPLE: Final[dict[str, Any]] = {
     "execution": {"device": "cpu", "checkpoint_interval": 20},
 }
 NEW_RUN_EXAMPLE: Final[dict[str, Any]] = {"execution": {"threads": 2}}
-NEW_VERIFICATION_EXAMPLE: Final[dict[str, Any]] = {"run": RUN, "level": "check"}
+NEW_VERIFICATION_EXAMPLE: Final[dict[str, Any]] = {"run": RUN, "level": "audit", "segments": 4, "seed": 7}
 
 
 class Strict(BaseModel):
@@ -47,9 +56,15 @@ class NewRun(Strict):
 class NewVerification(Strict):
     run: str = Field(min_length=1, max_length=100)
     """The run to verify."""
-    level: Literal["check"] = "check"
-    """check: the record's links, and the bytes of its checkpoints against their digests. (To train all of it again is a new
-    run: POST /v1/jobs/{job}/runs, whose verdict is stored when it ends.)"""
+    level: VerificationLevel = "check"
+    """check: the record's links, the bytes of its checkpoints against their digests, and its attestation, now. audit: segments
+    between checkpoints are drawn and computed again. rerun: all of it is computed again."""
+    segments: int | None = Field(default=None, ge=1, le=10**9)
+    """audit: how many segments; null for four, or all if there are fewer."""
+    seed: int | None = Field(default=None, ge=0, le=SEED_MAX)
+    """audit: what the segments are drawn by; null has one drawn. It's recorded."""
+    execution: ExecutionSpec | None = None
+    """audit, rerun: keys that replace those of the run's own execution spec."""
 
 
 class Answer(BaseModel):
@@ -262,20 +277,77 @@ class Attempt(Answer):
     placement: dict[str, Any] | None
 
 
-class Verification(Answer):
-    """A verdict on a run; for anything but a good one where the difference is, and both values."""
+class Progress(Answer):
+    done: int = Field(examples=[120])
+    of: int = Field(examples=[200])
 
-    id: str
+
+class Segment(Answer):
+    """The steps after `from` up to `to`."""
+
+    start: int = Field(alias="from", examples=[40])
+    to: int = Field(examples=[60])
+
+
+class AuditPlan(Answer):
+    """What an audit computes again: segments between checkpoints, drawn by the seed."""
+
+    type: Literal["mok.audit-plan/v1"]
+    seed: str = Field(examples=["7"])
+    head: str = Field(examples=[DIGEST])
+    last_step: int
+    segments_total: int
+    segments: list[Segment]
+
+
+class Escape(Answer):
+    """The chance that none of so many forged segments was drawn."""
+
+    forged_segments: int = Field(examples=[1])
+    chance: str = Field(examples=["3/5"])
+    percent: str = Field(examples=["60.00"])
+
+
+class AuditReport(Answer):
+    """What an audit covered."""
+
+    type: Literal["mok.audit-report/v1"]
+    steps_total: int
+    steps_covered: int
+    segments_total: int
+    segments_covered: int
+    coverage: str = Field(examples=["2/5"])
+    """The share of the steps that was computed again."""
+    escape: list[Escape]
+
+
+class Verification(Answer):
+    """A verification of a run: how far it is, and its verdict; for anything but a good one where and both values."""
+
+    id: str = Field(examples=[VERIFICATION])
     run: str = Field(examples=[RUN])
-    compares_with: str | None
-    level: Literal["check", "audit", "rerun"]
-    verdict: VerificationVerdict
+    """The run that is verified."""
+    executed_by: str | None
+    """The run that computes it again: its progress, logs and events; null for a check."""
+    level: VerificationLevel
+    status: VerificationStatus
+    """done: it came to a verdict. failed: what carried it out failed, which says nothing about the run."""
+    progress: Progress | None
+    """In steps; null for a check."""
+    plan: AuditPlan | None
+    verdict: VerificationVerdict | None
+    """null until it ends, and when it is cancelled"""
     field: str | None
     step: int | None
     expected: str | None
     got: str | None
-    message: str
+    message: str | None
+    report: AuditReport | None
+    """Of an audit that found no difference."""
     at: datetime = Field(examples=[AT])
+    ended_at: datetime | None
+    log_index: int | None
+    """Where the log has its attestation; null for a check, and until an audit or a rerun is signed."""
 
 
 class Signature(Answer):
@@ -295,9 +367,12 @@ class Envelope(Answer):
 
 
 class Attestation(Answer):
-    """What was signed about a run that has ended: an in-toto Statement, with SLSA provenance as its predicate."""
+    """What was signed about a run that has ended, or about the verdict of an audit or rerun: an in-toto Statement, with SLSA
+    provenance or a test result as its predicate."""
 
     run: str = Field(examples=[RUN])
+    verification: str | None
+    """The verification whose verdict it is about; null for a run's own."""
     envelope: Envelope
     digest: str = Field(examples=[DIGEST])
     """SHA-256 of the envelope's canonical JSON: its entry in the log."""
@@ -311,6 +386,8 @@ class LogEntry(Answer):
     entry: str = Field(examples=[DIGEST])
     """The digest of an attestation's envelope."""
     run: str | None = Field(examples=[RUN])
+    verification: str | None
+    """Of the attestation of a verdict: the verification; null for a run's own."""
     key: str | None = Field(examples=["0" * 64])
     at: datetime = Field(examples=[AT])
 

@@ -35,8 +35,10 @@ from mok_service.db.tables import (
     runs,
     signing_keys,
     step_records,
+    verification_attestations,
     verifications,
 )
+from mok_service.lifecycle import FINAL
 from mok_service.provenance.digest import Digest
 
 Key = tuple[datetime, str]  # created_at and id: the order of every list
@@ -206,6 +208,12 @@ def steps_between(tx: Connection, run_id: str, first: int, last: int) -> list[Ro
     return _all(tx, query)
 
 
+def steps_at(tx: Connection, run_id: str, steps: Sequence[int]) -> list[Row]:
+    """The step records of these steps, as far as they are there."""
+    t = step_records
+    return _all(tx, select(t).where(t.c.run_id == run_id, t.c.step.in_(steps)).order_by(t.c.step))
+
+
 def steps_after(tx: Connection, run_id: str, after: int, limit: int | None) -> list[Row]:
     t = step_records
     query = select(t).where(t.c.run_id == run_id, t.c.step > after).order_by(t.c.step).limit(limit)
@@ -243,15 +251,38 @@ def last_log_sequence(tx: Connection, run_id: str, number: int) -> int | None:
 
 
 def verifications_of(tx: Connection, run_id: str) -> list[Row]:
-    """Verdicts on the run, and those on runs that were compared with it."""
+    """Verifications of the run, and the one that it carries out."""
     t = verifications
-    query = select(t).where(or_(t.c.run_id == run_id, t.c.compares_with == run_id)).order_by(t.c.created_at, t.c.id)
+    query = _with_executor().where(or_(t.c.run_id == run_id, t.c.executed_by == run_id)).order_by(t.c.created_at, t.c.id)
     return _all(tx, query)
+
+
+def verification_by(tx: Connection, run_id: str) -> Row | None:
+    """The verification that a run carries out."""
+    return _one(tx, select(verifications).where(verifications.c.executed_by == run_id))
+
+
+def update_verification(tx: Connection, verification_id: str, values: Values) -> None:
+    tx.execute(update(verifications).where(verifications.c.id == verification_id).values(**values))
+
+
+def _with_executor() -> Select[Any]:
+    """Verifications, each with how far the run that carries it out has come."""
+    told = (runs.c.status.label("run_status"), runs.c.stop_reason.label("run_stop_reason"), runs.c.step.label("run_step"),
+            runs.c.steps.label("run_steps"))
+    return select(verifications, *told).outerjoin(runs, runs.c.id == verifications.c.executed_by)
 
 
 def verification(tx: Connection, verification_id: str, tenant: str) -> Row | None:
     t = verifications
-    return _one(tx, select(t).where(t.c.id == verification_id, t.c.tenant == tenant))
+    return _one(tx, _with_executor().where(t.c.id == verification_id, t.c.tenant == tenant))
+
+
+def going_audit_of(tx: Connection, run_id: str) -> str | None:
+    """An audit of the run that hasn't ended."""
+    query = select(runs.c.id).where(runs.c.reproduces == run_id, runs.c.kind == "audit", runs.c.status.not_in(sorted(FINAL)))
+    found: str | None = tx.execute(query.limit(1)).scalar_one_or_none()
+    return found
 
 
 # ---- Attestations and their log --------------------------------------------------------------------------------------
@@ -259,7 +290,14 @@ def verification(tx: Connection, verification_id: str, tenant: str) -> Row | Non
 def unattested_runs(tx: Connection, limit: int) -> list[Row]:
     """Id and tenant of runs that have ended and have no attestation; the first that ended comes first."""
     query = select(runs.c.id, runs.c.tenant).where(runs.c.ended_at.is_not(None), runs.c.log_index.is_(None))
-    return _all(tx, query.order_by(runs.c.ended_at, runs.c.id).limit(limit))
+    return _all(tx, query.where(runs.c.kind != "audit").order_by(runs.c.ended_at, runs.c.id).limit(limit))
+
+
+def unattested_verifications(tx: Connection, limit: int) -> list[Row]:
+    """Id and tenant of audits and reruns with a verdict that isn't attested; the first that ended comes first."""
+    t = verifications
+    query = select(t.c.id, t.c.tenant).where(t.c.verdict.is_not(None), t.c.level != "check", t.c.log_index.is_(None))
+    return _all(tx, query.order_by(t.c.ended_at, t.c.id).limit(limit))
 
 
 def lock_log(tx: Connection) -> Row | None:
@@ -277,22 +315,34 @@ def log_entry(tx: Connection, index: int) -> Row | None:
     return _one(tx, select(log_entries).where(log_entries.c.log_index == index))
 
 
+def log_entries_at(tx: Connection, indices: Sequence[int]) -> dict[int, Row]:
+    """Entry and frontier of these indices, as far as they are there."""
+    query = select(log_entries.c.log_index, log_entries.c.entry, log_entries.c.frontier)
+    return {row["log_index"]: row for row in _all(tx, query.where(log_entries.c.log_index.in_(indices)))}
+
+
 def log_entries_after(tx: Connection, after: int, limit: int) -> list[Row]:
-    """Index, entry, time, and the run and key of its attestation."""
-    entries, attested = log_entries, attestations
-    query = select(entries.c.log_index, entries.c.entry, entries.c.created_at, attested.c.run_id, attested.c.key_id)
-    query = query.select_from(entries.outerjoin(attested, attested.c.log_index == entries.c.log_index))
+    """Index, entry, time, and the run (or the verification, and its run) and key of its attestation."""
+    entries, attested, verdicts, t = log_entries, attestations, verification_attestations, verifications
+    query = select(
+        entries.c.log_index, entries.c.entry, entries.c.created_at, verdicts.c.verification_id,
+        func.coalesce(attested.c.run_id, t.c.run_id).label("run_id"),
+        func.coalesce(attested.c.key_id, verdicts.c.key_id).label("key_id"),
+    ).select_from(
+        entries.outerjoin(attested, attested.c.log_index == entries.c.log_index)
+        .outerjoin(verdicts, verdicts.c.log_index == entries.c.log_index)
+        .outerjoin(t, t.c.id == verdicts.c.verification_id)
+    )
     return _all(tx, query.where(entries.c.log_index > after).order_by(entries.c.log_index).limit(limit))
-
-
-def log_digests(tx: Connection, size: int) -> Sequence[Digest]:
-    """The first `size` entries, in order; fewer where one is missing at the end."""
-    query = select(log_entries.c.entry).where(log_entries.c.log_index < size).order_by(log_entries.c.log_index)
-    return tx.execute(query).scalars().all()
 
 
 def attestation_of(tx: Connection, run_id: str) -> Row | None:
     return _one(tx, select(attestations).where(attestations.c.run_id == run_id))
+
+
+def attestation_of_verification(tx: Connection, verification_id: str) -> Row | None:
+    t = verification_attestations
+    return _one(tx, select(t).where(t.c.verification_id == verification_id))
 
 
 def public_keys(tx: Connection) -> list[Row]:

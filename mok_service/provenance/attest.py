@@ -38,15 +38,15 @@ def record_digest(record: Mapping[str, Any]) -> Digest:
 def statement(record: Mapping[str, Any]) -> dict[str, Any]:
     """The in-toto Statement of a run that has ended, from its record."""
     identity, spec, chain = record["identity"], record["spec"], record["chain"]
-    subjects = [_subject("record", str(record_digest(record)))]
+    subjects = [subject("record", str(record_digest(record)))]
     if chain["head"] is not None:
-        subjects.append(_subject("chain-head", chain["head"]))
+        subjects.append(subject("chain-head", chain["head"]))
     if record["final"] is not None:
-        subjects.append(_subject("final-weights", record["final"]["weights"]))
-        subjects.append(_subject("final-optimizer", record["final"]["optimizer"]))
+        subjects.append(subject("final-weights", record["final"]["weights"]))
+        subjects.append(subject("final-optimizer", record["final"]["optimizer"]))
     for checkpoint in record["checkpoints"]:
         for file in checkpoint["files"]:
-            subjects.append(_subject(f"checkpoints/{checkpoint['folder']}/{file['name']}", f"sha256:{file['sha256']}"))
+            subjects.append(subject(f"checkpoints/{checkpoint['folder']}/{file['name']}", f"sha256:{file['sha256']}"))
     code = record["code"] or {}
     return {
         "_type": STATEMENT_TYPE,
@@ -77,7 +77,8 @@ def statement(record: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _subject(name: str, digest: str) -> dict[str, Any]:
+def subject(name: str, digest: str) -> dict[str, Any]:
+    """A subject of a statement: what has this digest."""
     algorithm, _, value = digest.partition(":")
     return {"name": name, "digest": {algorithm: value}}
 
@@ -85,11 +86,11 @@ def _subject(name: str, digest: str) -> dict[str, Any]:
 def _dependencies(record: Mapping[str, Any], code: Mapping[str, Any]) -> list[dict[str, Any]]:
     rows = []
     if record["data"] is not None:
-        rows.append({"uri": "urn:mok-service:data-manifest", **_subject("data-manifest", record["data"]["digest"])})
+        rows.append({"uri": "urn:mok-service:data-manifest", **subject("data-manifest", record["data"]["digest"])})
         for file in record["data"]["manifest"]["files"]:
             rows.append({"uri": f"urn:mok-service:data:{file['name']}", "digest": {"sha256": file["sha256"]}})
     for name, digest in sorted((code.get("native") or {}).items()):
-        rows.append({"uri": f"urn:mok-service:native:{name}", **_subject(name, str(digest))})
+        rows.append({"uri": f"urn:mok-service:native:{name}", **subject(name, str(digest))})
     return rows
 
 
@@ -166,7 +167,12 @@ def _decoded(text: str) -> bytes:
 
 def check_statement(record: Mapping[str, Any], document: Mapping[str, Any]) -> None:
     """Raises Tampered naming the first claim in which an attested statement isn't that of the record."""
-    expected = json.loads(canonical_bytes(statement(record)))
+    compare_statements(statement(record), document)
+
+
+def compare_statements(expected: Mapping[str, Any], document: Mapping[str, Any]) -> None:
+    """Raises Tampered naming the first claim in which an attested statement isn't the one that the record gives."""
+    expected = json.loads(canonical_bytes(expected))
     if document == expected:
         return
     claimed = {s.get("name"): s.get("digest") for s in document.get("subject", []) if isinstance(s, dict)}

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from mok_service.errors import Tampered
 from mok_service.provenance import merkle, tree
-from mok_service.provenance.attest import check_statement, envelope_digest, open_envelope
+from mok_service.provenance.attest import check_statement, compare_statements, envelope_digest, open_envelope
 from mok_service.provenance.digest import Digest
 from mok_service.provenance.keys import PublicKey
 from mok_service.provenance.record import RECORD_TYPE
+from mok_service.provenance.verdict import verdict_statement
 from mok_service.provenance.verify import Finding
 
 PROOF_TYPE: Final = "mok.log-proof/v1"
@@ -21,7 +22,7 @@ PROOF_TYPE: Final = "mok.log-proof/v1"
 class Evidence:
     """What there is about a run beside its record."""
 
-    envelope: Mapping[str, Any]   # the attestation
+    envelope: Mapping[str, Any]   # the attestation, of the run or of a verdict on it
     log: Mapping[str, Any]        # `log_document`: where the log has it, with the proof
 
     @classmethod
@@ -40,10 +41,23 @@ def check_attestation(record: Mapping[str, Any], evidence: Evidence, trusted: Ma
     4. Trust: envelope and head are each signed by a trusted key.
     INTACT; TAMPERED with the first fault; INCONCLUSIVE when a signature is by an unknown key.
     """
+    def compare(document: Mapping[str, Any]) -> None:
+        if record.get("type") == RECORD_TYPE:
+            check_statement(record, document)
+
+    return _check(evidence, trusted, compare)
+
+
+def check_verdict(record: Mapping[str, Any], verification: Mapping[str, Any], evidence: Evidence,
+                  trusted: Mapping[str, PublicKey]) -> Finding:
+    """The same for the verdict of an audit or a rerun of that record, as REST shows it."""
+    return _check(evidence, trusted, lambda document: compare_statements(verdict_statement(record, verification), document))
+
+
+def _check(evidence: Evidence, trusted: Mapping[str, PublicKey], compare: Callable[[Mapping[str, Any]], None]) -> Finding:
     try:
         opened = open_envelope(evidence.envelope, trusted)                                  # 1
-        if record.get("type") == RECORD_TYPE:
-            check_statement(record, opened.document)                                        # 2
+        compare(opened.document)                                                            # 2
         head = _check_inclusion(evidence, trusted)                                          # 3
     except Tampered as fault:
         detail = fault.detail

@@ -51,34 +51,68 @@ def frontier_root(frontier: Sequence[bytes]) -> bytes:
     return value
 
 
+def inclusion_path(index: int, size: int) -> list[range]:
+    """The entries under each hash of the proof that entry `index` is in the tree of `size` entries, in the proof's order.
+
+    Raises ValueError when there is no such entry.
+    """
+    if not 0 <= index < size:
+        raise ValueError(f"entry {index} of a log with {size} entries; allowed: 0 to {size - 1}")
+    path, entries = list[range](), range(size)
+    while len(entries) > 1:
+        left, right = _halves(entries)
+        entries, sibling = (left, right) if index in left else (right, left)
+        path.append(sibling)
+    return path[::-1]
+
+
+def consistency_path(old_size: int, size: int) -> list[range]:
+    """The same for the proof that the tree of `size` entries begins with the tree of `old_size`. Raises ValueError for a size
+    out of range."""
+    if not 0 <= old_size <= size:
+        raise ValueError(f"old size {old_size} of a log with {size} entries; allowed: 0 to {size}")
+    if old_size in (0, size):
+        return []
+    path, entries = list[range](), range(size)
+    while entries.stop != old_size:
+        left, right = _halves(entries)
+        entries, sibling = (left, right) if old_size <= left.stop else (right, left)
+        path.append(sibling)
+    return ([] if entries.start == 0 else [entries]) + path[::-1]
+
+
+def full_subtrees(entries: range) -> list[range]:
+    """The full subtrees that a path's range of entries is made of, the largest first."""
+    parts, start = [], entries.start
+    while start < entries.stop:
+        count = 1 << (entries.stop - start).bit_length() - 1
+        parts.append(range(start, start + count))
+        start += count
+    return parts
+
+
+def last_subtree(leaf: bytes, frontier: Sequence[bytes], count: int) -> bytes:
+    """The root of the full subtree over the last `count` entries (a power of two) of a tree: `leaf` is its last leaf, `frontier`
+    that of the tree without it."""
+    value = leaf
+    for left in reversed(frontier[len(frontier) - (count.bit_length() - 1):]):
+        value = node_hash(left, value)
+    return value
+
+
 def inclusion_proof(index: int, leaves: Sequence[bytes]) -> list[bytes]:
     """The audit path of leaf `index` in the tree over `leaves`. Raises ValueError when there is no such leaf."""
-    if not 0 <= index < len(leaves):
-        raise ValueError(f"entry {index} of a log with {len(leaves)} entries; allowed: 0 to {len(leaves) - 1}")
-    if len(leaves) == 1:
-        return []
-    split = _split(len(leaves))
-    if index < split:
-        return [*inclusion_proof(index, leaves[:split]), root(leaves[split:])]
-    return [*inclusion_proof(index - split, leaves[split:]), root(leaves[:split])]
+    return [root(leaves[part.start:part.stop]) for part in inclusion_path(index, len(leaves))]
 
 
 def consistency_proof(old_size: int, leaves: Sequence[bytes]) -> list[bytes]:
     """That the tree over `leaves` begins with the tree of `old_size` entries. Raises ValueError for a size out of range."""
-    if not 0 <= old_size <= len(leaves):
-        raise ValueError(f"old size {old_size} of a log with {len(leaves)} entries; allowed: 0 to {len(leaves)}")
-    if old_size in (0, len(leaves)):
-        return []
-    return _subproof(old_size, leaves, True)
+    return [root(leaves[part.start:part.stop]) for part in consistency_path(old_size, len(leaves))]
 
 
-def _subproof(old_size: int, leaves: Sequence[bytes], whole: bool) -> list[bytes]:
-    if old_size == len(leaves):
-        return [] if whole else [root(leaves)]
-    split = _split(len(leaves))
-    if old_size <= split:
-        return [*_subproof(old_size, leaves[:split], whole), root(leaves[split:])]
-    return [*_subproof(old_size - split, leaves[split:], False), root(leaves[:split])]
+def _halves(entries: range) -> tuple[range, range]:
+    middle = entries.start + _split(len(entries))
+    return range(entries.start, middle), range(middle, entries.stop)
 
 
 def verify_inclusion(leaf: bytes, index: int, size: int, proof: Sequence[bytes], head: bytes) -> bool:

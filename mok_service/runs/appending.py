@@ -9,17 +9,18 @@ from typing import Any, Final
 from mok_service.db import queries, tables
 from mok_service.db.session import Database
 from mok_service.errors import Conflict
+from mok_service.provenance.audit import Plan
 from mok_service.provenance.chain import StepRecord, first_difference, genesis
 from mok_service.provenance.checkpoint import CheckpointInfo
 from mok_service.provenance.digest import Digest
-from mok_service.runs.comparing import compare_record, originals
+from mok_service.runs.comparing import compare_record, originals, plan_of
 from mok_service.runs.leases import stop_of
 from mok_service.runs.locked import LockedRun, leased
 from mok_service.runs.rows import checkpoint_row, record_of, step_row
 from mok_service.runs.types import AppendResult, Lease, LogLine, finite_or_none
 
 # After these the attempt's records are worth nothing: what it still sends is dropped.
-_CLOSED: Final = frozenset({"nondeterministic", "diverged", "source_drift", "internal"})
+_CLOSED: Final = frozenset({"nondeterministic", "diverged", "tampered", "source_drift", "internal"})
 
 
 def append(db: Database, lease: Lease, records: Sequence[StepRecord], logs: Sequence[LogLine] = (),
@@ -55,9 +56,9 @@ def _was_marked_running(run: LockedRun) -> bool:
 def _store_records(run: LockedRun, records: Sequence[StepRecord], now: datetime) -> None:
     if not records:
         return
-    first, last = records[0].step, records[-1].step
-    stored = {row["step"]: row for row in queries.steps_between(run.tx, run.id, first, last)}
-    theirs = originals(run, first, last)
+    steps = [record.step for record in records]
+    stored = {row["step"]: row for row in queries.steps_at(run.tx, run.id, steps)}
+    theirs, plan = originals(run, steps), plan_of(run)
     fresh: list[dict[str, Any]] = []
     for record in records:
         known = stored.get(record.step)
@@ -65,7 +66,7 @@ def _store_records(run: LockedRun, records: Sequence[StepRecord], now: datetime)
             expected, by = record_of(known), f"attempt {known['attempt']}"
             difference = first_difference(expected, record)
         else:
-            difference, by = _broken_link(run, record), "the record before it"
+            difference, by = _broken_link(run, record, plan), "the record before it"
         if difference is not None:
             _nondeterministic(run, record.step, by, difference, now)
             compare_record(run, theirs.get(record.step), record, now)
@@ -79,12 +80,17 @@ def _store_records(run: LockedRun, records: Sequence[StepRecord], now: datetime)
     queries.add(run.tx, tables.step_records, fresh)
 
 
-def _broken_link(run: LockedRun, record: StepRecord) -> tuple[str, Any, Any] | None:
-    """The difference in `previous` of a record that is the next one; Conflict if it isn't the next one."""
-    following = 0 if run["step"] is None else run["step"] + 1
+def _broken_link(run: LockedRun, record: StepRecord, plan: Plan | None) -> tuple[str, Any, Any] | None:
+    """The difference in `previous` of a record that is the next one; Conflict if it isn't the next one.
+
+    An audit's records aren't a chain of their own: each is compared with the audited run's, links and all.
+    """
+    following = (0 if run["step"] is None else run["step"] + 1) if plan is None else plan.next_step(run["step"])
     if record.step != following:
         raise Conflict(f"run {run.id}: step {record.step} was sent, and the next one is step {following}", run=run.id,
                        step=record.step, expected=following)
+    if plan is not None:
+        return None
     expected = run["head"] if following else _genesis(run, record)
     return None if record.previous == expected else ("previous", str(expected), str(record.previous))
 

@@ -14,7 +14,7 @@ from mok_service.db.ids import new_id
 from mok_service.db.session import Database
 from mok_service.lifecycle import AttemptEnd, DesiredState, StopReason
 from mok_service.provenance.manifest import DataManifest
-from mok_service.runs.comparing import source_drift
+from mok_service.runs.comparing import conclude, is_compared, source_drift
 from mok_service.runs.locked import LockedRun, final_status, lease_lost, leased
 from mok_service.runs.queue import Fits, choose, order
 from mok_service.runs.rows import Row, run_of
@@ -177,6 +177,8 @@ def finish(db: Database, lease: Lease, outcome: Outcome, now: datetime) -> Run:
             reason, message = ("internal", f"it can't count as succeeded: {missing}") if missing else (reason, message)
         if reason == "source_drift" and run["status"] != "stopping":
             _source_drift_at_worker(run, message or "the data changed", now)
+        if outcome.finding is not None and is_compared(run) and run["status"] != "stopping":
+            reason, message = conclude(run, outcome.finding, now)
         run.stop(reason, now, message)
         if run["stop_reason"] == "finished":
             run.set(weights=outcome.weights)
@@ -196,6 +198,8 @@ def _missing_proof(run: LockedRun, outcome: Outcome) -> str | None:
     steps = run["steps"]
     if run["step"] != steps:
         return f"the last step on record is {run['step']}, of {steps}"
+    if run["kind"] == "audit":
+        return None
     last = queries.steps_between(run.tx, run.id, steps, steps)[0]
     checkpoint = queries.checkpoint(run.tx, run.id, steps)
     if checkpoint is None:

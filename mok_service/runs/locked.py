@@ -210,13 +210,24 @@ class LockedRun:
     # ---- Verdicts ----------------------------------------------------------------------------------------------------
 
     def add_verification(self, now: datetime, **values: Any) -> str:
-        """Stores a verdict on this run and tells it as an event; the verdict's id."""
-        row: dict[str, Any] = {"field": None, "step": None, "expected": None, "got": None, "compares_with": None, **values,
-               "id": new_id("ver"), "tenant": self["tenant"], "run_id": self.id, "created_at": now}
+        """Stores a verdict on this run and tells it as an event; the verification's id."""
+        row = {**values, "id": new_id("ver"), "tenant": self["tenant"], "run_id": self.id, "created_at": now, "ended_at": now}
         queries.add(self.tx, tables.verifications, [row])
-        shown = {k: row[k] for k in ("id", "compares_with", "level", "verdict", "field", "step", "expected", "got", "message")}
-        self.event("verification", shown, now)
+        self._tell_verdict(row, now)
         return str(row["id"])
+
+    def conclude(self, now: datetime, **values: Any) -> None:
+        """Writes the verdict of the verification that this run carries out, and tells it as an event of this run."""
+        row = queries.verification_by(self.tx, self.id)
+        assert row is not None, f"{self.id} carries out a verification"
+        if values.get("verdict") is not None:
+            self.set(verdict=values["verdict"])
+            self._tell_verdict(row | values, now)
+        queries.update_verification(self.tx, row["id"], {**values, "ended_at": now})
+
+    def _tell_verdict(self, row: Mapping[str, Any], now: datetime) -> None:
+        names = ("id", "executed_by", "level", "verdict", "field", "step", "expected", "got", "message")
+        self.event("verification", {"run": row["run_id"], **{name: row.get(name) for name in names}}, now)
 
     def save(self) -> None:
         """Writes what changed. An active run has a lease, and no other has."""

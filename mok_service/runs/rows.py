@@ -10,6 +10,8 @@ from typing import Any, Final, TypeVar
 from mok_service.db.ids import is_id
 from mok_service.db.queries import Key
 from mok_service.errors import InvalidSpec
+from mok_service.lifecycle import RunStatus, StopReason, VerificationStatus
+from mok_service.provenance.audit import Plan
 from mok_service.provenance.chain import StateDigests, StepRecord
 from mok_service.provenance.checkpoint import CheckpointFile, CheckpointInfo
 from mok_service.provenance.digest import Digest
@@ -19,6 +21,7 @@ from mok_service.runs.types import (
     LogLine,
     Node,
     Page,
+    Progress,
     Run,
     StoredCheckpoint,
     StoredLog,
@@ -29,6 +32,9 @@ from mok_service.spec import ExecutionSpec
 
 Row = Mapping[str, Any]
 LIMIT_MAX: Final = 1000
+# Why an execution failed that came to no conclusion about the run which it was to verify.
+_SAYS_NOTHING: Final = frozenset({"out_of_memory", "attempts_exhausted", "queue_deadline", "run_deadline", "library_unusable",
+                                  "bad_data", "internal"})
 T = TypeVar("T")
 
 
@@ -93,8 +99,31 @@ def log_of(row: Row) -> StoredLog:
 
 
 def verification_of(row: Row) -> Verification:
-    same = ("id", "run_id", "compares_with", "level", "verdict", "field", "step", "expected", "got", "message")
-    return Verification(at=row["created_at"], **{name: row[name] for name in same})
+    same = ("id", "run_id", "executed_by", "level", "plan", "verdict", "field", "step", "expected", "got", "message", "report",
+            "ended_at", "log_index")
+    status = verification_status(row["verdict"], row["run_status"], row["run_stop_reason"])
+    return Verification(at=row["created_at"], status=status, progress=_progress(row), **{name: row[name] for name in same})
+
+
+def verification_status(verdict: str | None, status: RunStatus | None, stop_reason: StopReason | None) -> VerificationStatus:
+    """Where a verification stands, by its verdict and the run that carries it out (None: the service did it by itself)."""
+    if status == "failed" and stop_reason in _SAYS_NOTHING:
+        return "failed"
+    if verdict is not None:
+        return "done"
+    if status in ("queued", "paused", "cancelled"):
+        return status
+    return "running"
+
+
+def _progress(row: Row) -> Progress | None:
+    """In steps; None for a check."""
+    if row["executed_by"] is None:
+        return None
+    if row["plan"] is None:
+        return Progress(row["run_step"] or 0, row["run_steps"])
+    plan = Plan.from_document(row["plan"])
+    return Progress(plan.done(row["run_step"]), plan.steps)
 
 
 def node_of(row: Row) -> Node:

@@ -14,14 +14,17 @@ from mok_service.lifecycle import (
     DesiredState,
     RunStatus,
     StopReason,
+    VerificationLevel,
+    VerificationStatus,
     VerificationVerdict,
 )
 from mok_service.provenance.chain import StepRecord
 from mok_service.provenance.checkpoint import CheckpointInfo
 from mok_service.provenance.digest import Digest
+from mok_service.provenance.verify import Finding
 from mok_service.spec import ExecutionSpec
 
-RunKind = Literal["original", "reproduction"]
+RunKind = Literal["original", "reproduction", "audit"]
 EventType = Literal["run.status", "step", "checkpoint", "log", "verification"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 T = TypeVar("T")
@@ -162,6 +165,7 @@ class Outcome:
     message: str | None = None
     weights: Digest | None = None   # of the final state; for succeeded
     head: Digest | None = None      # of the last step record; for succeeded
+    finding: Finding | None = None  # what a verification found that its records don't show
 
 
 # What a cluster has in all, by device kind ({"cpu": 1, "cuda": 8}), or a judge: does one fit beside those that are active?
@@ -264,26 +268,45 @@ class StoredLog:
 
 
 @dataclass(frozen=True, slots=True)
+class Progress:
+    """How much of a verification is done, in steps."""
+
+    done: int
+    of: int
+
+    def as_dict(self) -> dict[str, int]:
+        return {"done": self.done, "of": self.of}
+
+
+@dataclass(frozen=True, slots=True)
 class Verification:
-    """A verdict on a run, and for anything but a good one where and what: field, step, expected, got."""
+    """A verification of a run: asked for, carried out, and its verdict; for anything but a good one where and what."""
 
     id: str
-    run_id: str
-    compares_with: str | None
-    level: Literal["check", "audit", "rerun"]
-    verdict: VerificationVerdict
+    run_id: str                      # the run that is verified
+    executed_by: str | None          # the run that computes it again; None for a check
+    level: VerificationLevel
+    status: VerificationStatus
+    progress: Progress | None        # None for a check
+    plan: dict[str, Any] | None      # of an audit
+    verdict: VerificationVerdict | None  # None until it ends, and when it's cancelled
     field: str | None
     step: int | None
     expected: str | None
     got: str | None
-    message: str
+    message: str | None
+    report: dict[str, Any] | None    # of an audit that found nothing
     at: datetime
+    ended_at: datetime | None
+    log_index: int | None            # of its attestation, which it gets soon after it has ended
 
     def as_dict(self) -> dict[str, Any]:
+        """The REST shape."""
         return {
-            "id": self.id, "run": self.run_id, "compares_with": self.compares_with, "level": self.level, "verdict": self.verdict,
+            "id": self.id, "run": self.run_id, "executed_by": self.executed_by, "level": self.level, "status": self.status,
+            "progress": None if self.progress is None else self.progress.as_dict(), "plan": self.plan, "verdict": self.verdict,
             "field": self.field, "step": self.step, "expected": self.expected, "got": self.got, "message": self.message,
-            "at": time_text(self.at),
+            "report": self.report, "at": time_text(self.at), "ended_at": time_text(self.ended_at), "log_index": self.log_index,
         }
 
 

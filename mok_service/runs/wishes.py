@@ -87,6 +87,10 @@ def checkpoint_deleted(db: Database, run_id: str, step: int, tenant: str = "loca
         if run["status"] not in FINAL:
             raise Conflict(f"run {run_id} is {run['status']} and may resume from its checkpoint of step {step}", run=run_id,
                            step=step)
+        audit = queries.going_audit_of(run.tx, run_id)
+        if audit is not None:
+            raise Conflict(f"run {audit} audits run {run_id} and may need its checkpoint of step {step}", run=run_id, step=step,
+                           audit=audit)
         if row["deleted_at"] is None:
             queries.update_checkpoint(run.tx, run_id, step, {"deleted_at": at})
             run.event("checkpoint", {"step": step, "attempt": row["attempt"], "size": row["size"], "head": str(row["head"]),

@@ -130,6 +130,11 @@ class Trainer:
         self.record_zero = StepRecord(step=0, previous=start, state=state)
         self.head = self.record_zero.head()
 
+    @_on_stream
+    def restore(self, state: State, info: CheckpointInfo) -> None:
+        """Go on from the state of a checkpoint, whatever the present one is. Raises InvalidSpec for a state of another model."""
+        self._restore(state, info)
+
     def _restore(self, state: State, info: CheckpointInfo) -> None:
         parameters = self.model.parameters
         self._set(parameters.weights, state.weights, "weights")

@@ -98,7 +98,7 @@ def test_a_reproduction_is_compared_and_its_verdict_stored(api: httpx.Client, wo
     ended = api.get(f"/v1/runs/{again.json()['id']}").json()
     assert ended["verdict"] == "REPRODUCED" and ended["weights"] == api.get(f"/v1/runs/{run['id']}").json()["weights"]
     verdicts = api.get(f"/v1/runs/{ended['id']}/verifications").json()["items"]
-    assert [(v["verdict"], v["compares_with"]) for v in verdicts] == [("REPRODUCED", run["id"])]
+    assert [(v["verdict"], v["run"]) for v in verdicts] == [("REPRODUCED", run["id"])]
     assert api.get(f"/v1/verifications/{verdicts[0]['id']}").json() == verdicts[0]
     assert api.get(f"/v1/runs/{run['id']}/verifications").json()["items"] == verdicts
 
@@ -132,7 +132,7 @@ class TestCheck:
     def test_an_untouched_run_is_intact(self, api: httpx.Client, worker: Worker, run: dict[str, Any]) -> None:
         worker.work()
         verdict = self.verdict(api, run["id"])
-        assert (verdict["verdict"], verdict["level"], verdict["compares_with"]) == ("INTACT", "check", None)
+        assert (verdict["verdict"], verdict["level"], verdict["executed_by"]) == ("INTACT", "check", None)
 
     @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "报告-🚀.txt"])
     def test_one_bit_of_a_checkpoint_is_tampered(
@@ -179,5 +179,6 @@ class TestCheck:
 
     def test_of_a_run_that_is_not_there_nothing_is_said(self, api: httpx.Client) -> None:
         for run in ("run_0198c0de5e1f7000800000000000c0de", "x"):
-            assert api.post("/v1/verifications", json={"run": run}).status_code == 404
-        assert api.post("/v1/verifications", json={"run": "x", "level": "rerun"}).status_code == 422
+            for level in ("check", "audit", "rerun"):
+                assert api.post("/v1/verifications", json={"run": run, "level": level}).status_code == 404
+        assert api.post("/v1/verifications", json={"run": "x", "level": "glance"}).status_code == 422

@@ -142,7 +142,7 @@ class Walk:
             stored = [step.record.step for step in runs.steps(self.db, run.id)]
             assert stored == list(range(len(stored))) and run.step == (stored[-1] if stored else None)
             assert [attempt.attempt for attempt in runs.attempts(self.db, run.id)] == list(range(1, run.attempt + 1))
-            assert run.verdict is None or len([v for v in runs.verifications(self.db, run.id) if v.run_id == run.id]) == 1
+            assert run.verdict is None or len([v for v in runs.verifications(self.db, run.id) if v.executed_by == run.id]) == 1
 
     def end(self) -> None:
         """With nobody left, time ends everything but what the user paused."""

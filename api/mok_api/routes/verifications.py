@@ -1,41 +1,75 @@
-"""Verifications: ask for one, look at one."""
+"""Verifications: ask for one, follow it, cancel it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Annotated
 
-from fastapi import APIRouter, Path
+from fastapi import APIRouter, Path, Request
 
 from mok_api import schemas
 from mok_api.answer import Json
-from mok_api.body import JsonText, parse
-from mok_api.docs import created, json_body, refusals
+from mok_api.body import IdempotencyKey, JsonText, Nothing, idempotency, parse
+from mok_api.docs import accepted, created, json_body, refusals
+from mok_api.errors import InvalidRequest
 from mok_api.parameters import Configured, Db
 from mok_api.routes.checkpoints import open_file, pieces
-from mok_service import runs
+from mok_service import jobs, runs
 
 router = APIRouter(tags=["verifications"])
 
 VerificationId = Annotated[str, Path(description="Id of a verification.", examples=["ver_0198c0de5e1f7000800000000000c0de"])]
+LOCATION = "Location names the verification."
 
 
 @router.post("/v1/verifications", status_code=201, response_model=schemas.Verification,
              openapi_extra=json_body("NewVerification", schemas.NEW_VERIFICATION_EXAMPLE),
-             responses=created("Location names the verification.") | refusals(404, 413, 415))
-def create_verification(db: Db, settings: Configured, body: JsonText) -> Json:
-    """Check a run's record and its checkpoints' bytes now, and store the verdict. Reads every byte, so it takes a while."""
-    run = parse(body, schemas.NewVerification).run
-    known = {c.info.step: c for c in runs.checkpoints(db, run)}
+             responses=created(LOCATION) | accepted(LOCATION) | refusals(404, 409, 413, 415))
+def create_verification(request: Request, db: Db, settings: Configured, body: JsonText,
+                        idempotency_key: IdempotencyKey = None) -> Json:
+    """Verify a run. A check reads every byte now and answers with its verdict (201). An audit or a rerun is queued (202): the run
+    that `executed_by` names computes it again, with logs and events, and can be paused and resumed."""
+    wish, key = parse(body, schemas.NewVerification), idempotency(request, idempotency_key, body)
+    _refuse_what_does_not_go_together(wish)
+    if wish.level != "check":
+        execution = None if wish.execution is None else wish.execution.model_dump(exclude_unset=True)
+        queued = jobs.verify(db, wish.run, wish.level, segments=wish.segments, seed=wish.seed, execution=execution,
+                             idempotency=key)
+        return Json(queued.as_dict(), 202, headers={"Location": f"/v1/verifications/{queued.id}"})
+    known = {c.info.step: c for c in runs.checkpoints(db, wish.run)}
 
     def read(step: int, name: str) -> Iterator[bytes]:
         return pieces(open_file(settings, known[step], name))
 
-    verification = runs.judge(db, run, read)
-    return Json(verification.as_dict(), 201, headers={"Location": f"/v1/verifications/{verification.id}"})
+    checked = jobs.check(db, wish.run, read, idempotency=key)
+    return Json(checked.as_dict(), 201, headers={"Location": f"/v1/verifications/{checked.id}"})
 
 
 @router.get("/v1/verifications/{verification}", response_model=schemas.Verification, responses=refusals(404))
 def get_verification(db: Db, verification: VerificationId) -> Json:
-    """One verdict."""
+    """One verification: how far it is, and its verdict once it has ended."""
     return Json(runs.get_verification(db, verification).as_dict())
+
+
+@router.post("/v1/verifications/{verification}/cancel", response_model=schemas.Verification,
+             responses=refusals(404, 409, 413, 415))
+def cancel_verification(db: Db, verification: VerificationId, _: Nothing) -> Json:
+    """End a verification without a verdict: the run that carries it out is cancelled. Again changes nothing."""
+    return Json(jobs.cancel_verification(db, verification).as_dict())
+
+
+@router.get("/v1/verifications/{verification}/attestation", response_model=schemas.Attestation, responses=refusals(404))
+def get_attestation(db: Db, verification: VerificationId) -> Json:
+    """What the service signed about the verdict of an audit or a rerun, and where its log has it."""
+    return Json(runs.get_verdict_attestation(db, verification).as_dict())
+
+
+def _refuse_what_does_not_go_together(wish: schemas.NewVerification) -> None:
+    takes = {"check": (), "audit": ("segments", "seed", "execution"), "rerun": ("execution",)}[wish.level]
+    wrong = [name for name in ("segments", "seed", "execution") if getattr(wish, name) is not None and name not in takes]
+    if wrong:
+        raise InvalidRequest(
+            f"{wrong[0]} doesn't go with level {wish.level}; allowed: {', '.join(takes) or 'none'}",
+            errors=[{"field": name, "problem": f"doesn't go with level {wish.level}", "allowed": ", ".join(takes) or "none"}
+                    for name in wrong],
+        )

@@ -36,7 +36,7 @@ from mok_service.runs.reading import (
     steps,
     verifications,
 )
-from mok_service.runs.reaping import end_leases_of_earlier_boots, reap
+from mok_service.runs.reaping import end_leases_of_earlier_boots, leased_attempts, reap
 from mok_service.runs.standing import Standing, standings, with_standing
 from mok_service.runs.types import (
     AppendResult,
@@ -61,7 +61,7 @@ __all__ = [
     "LogLine", "Node", "Outcome", "Page", "Quota", "Run", "Standing", "StoredCheckpoint", "StoredLog", "StoredStep",
     "Verification", "append", "attempts", "attest", "cancel", "checkpoint_deleted", "checkpoints", "claim", "count_by_status",
     "end_leases_of_earlier_boots", "events", "finish", "get_attestation", "get_quota", "get_run", "get_verdict_attestation",
-    "get_verification", "judge", "list_runs", "log_entries", "log_head", "log_proof", "logs",
+    "get_verification", "judge", "leased_attempts", "list_runs", "log_entries", "log_head", "log_proof", "logs",
     "mark_running", "mark_starting", "nodes", "pause", "provenance", "reap", "release", "renew", "report_nodes", "resume",
     "set_quota", "signing_keys", "standings", "steps", "unattested", "verifications", "with_standing",
 ]

@@ -37,6 +37,7 @@ from mok_service.spec import (
     draw_seed,
     override_execution,
     parse_job,
+    preset_of,
     resolve,
     training_digest,
 )

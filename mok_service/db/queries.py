@@ -132,21 +132,6 @@ def update_run(tx: Connection, run_id: str, values: Values) -> None:
     tx.execute(update(runs).where(runs.c.id == run_id).values(**values))
 
 
-def run_page(tx: Connection, tenant: str, after: Key | None, limit: int, status: str | None, job_id: str | None,
-             digest: Digest | None) -> list[Row]:
-    query = select(runs).where(runs.c.tenant == tenant)
-    if status is not None:
-        query = query.where(runs.c.status == status)
-    if job_id is not None:
-        query = query.where(runs.c.job_id == job_id)
-    if digest is not None:
-        of_job = select(jobs.c.id).where(or_(jobs.c.training_digest == digest, jobs.c.manifest_digest == digest))
-        of_checkpoint = select(checkpoints.c.run_id).where(checkpoints.c.weights == digest)
-        query = query.where(or_(runs.c.weights == digest, runs.c.head == digest, runs.c.job_id.in_(of_job),
-                                runs.c.id.in_(of_checkpoint)))
-    return _page(tx, query, runs, after, limit)
-
-
 def run_counts(tx: Connection) -> dict[str, int]:
     """How many runs there are of each status that occurs."""
     return {status: count for status, count in tx.execute(select(runs.c.status, func.count()).group_by(runs.c.status))}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, Final
 
-from mok_service.db import queries, tables
+from mok_service.db import lineage, queries, tables
 from mok_service.db.session import Database
 from mok_service.errors import Conflict
 from mok_service.provenance.audit import Plan
@@ -147,6 +147,8 @@ def _store_checkpoint(run: LockedRun, info: CheckpointInfo, now: datetime) -> No
         queries.update_checkpoint(run.tx, run.id, info.step, {
             "files": new["files"], "folder": new["folder"], "size": new["size"], "attempt": run["attempt"], "deleted_at": None,
         })
+    lineage.add_uses(run.tx, run["tenant"], run.id, lineage.CHECKPOINT_FILE, info.step,
+                     ((file.name, Digest("sha256", file.sha256)) for file in info.files))
     run.event("checkpoint", {"step": info.step, "attempt": run["attempt"], "size": new["size"], "head": str(info.head),
                              "weights": str(info.state.weights)}, now)
 

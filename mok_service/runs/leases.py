@@ -9,10 +9,11 @@ from typing import Any
 
 from sqlalchemy import Connection
 
-from mok_service.db import queries, queue, tables
+from mok_service.db import lineage, queries, queue, tables
 from mok_service.db.ids import new_id
 from mok_service.db.session import Database
 from mok_service.lifecycle import AttemptEnd, DesiredState, StopReason
+from mok_service.provenance.digest import Digest
 from mok_service.provenance.manifest import DataManifest
 from mok_service.runs.comparing import conclude, is_compared, source_drift
 from mok_service.runs.locked import LockedRun, final_status, lease_lost, leased
@@ -122,6 +123,9 @@ def mark_running(db: Database, lease: Lease, now: datetime, environment: Mapping
     """
     with leased(db, lease) as run:
         run.set_attempt(running_at=now, environment=dict(environment), placement=dict(placement))
+        native = (environment.get("code") or {}).get("native") or {}
+        lineage.add_uses(run.tx, run["tenant"], run.id, lineage.NATIVE_LIBRARY, lease.attempt,
+                         ((name, Digest.parse(digest)) for name, digest in native.items()))
         if run["status"] != "stopping":
             run.transition("running", now)
             if run["run_deadline_at"] is None:
@@ -136,6 +140,7 @@ def _compare_manifest(run: LockedRun, manifest: DataManifest, now: datetime) -> 
     got = manifest.digest()
     if job["manifest"] is None:
         queries.update_job(run.tx, run["job_id"], {"manifest": manifest.document(), "manifest_digest": got})
+        lineage.add_manifest(run.tx, run["tenant"], got, ((file.name, Digest("sha256", file.sha256)) for file in manifest.files))
     elif job["manifest_digest"] != got:
         expected = DataManifest.from_document(job["manifest"])
         source_drift(run, job["manifest_digest"], got, f"the data are not the job's: {_first_change(expected, manifest)}", now)

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 
 from sqlalchemy import Connection
 
-from mok_service.db import queries
+from mok_service.db import lineage, queries
 from mok_service.db.ids import is_id
 from mok_service.db.session import Database
 from mok_service.errors import InvalidSpec, NotFound
 from mok_service.lifecycle import STATUSES, RunStatus
+from mok_service.provenance.audit import Plan
 from mok_service.provenance.digest import Digest
 from mok_service.provenance.manifest import DataManifest
 from mok_service.provenance.record import Parts, assemble
 from mok_service.runs import rows
 from mok_service.runs.rows import Row
 from mok_service.runs.types import (
+    RUN_KINDS,
     Attempt,
     Event,
     Node,
@@ -30,7 +33,9 @@ from mok_service.runs.types import (
     Verification,
     time_text,
 )
-from mok_service.spec import TrainingSpec, training_document
+from mok_service.spec import PRESETS, SEED_MAX, TrainingSpec, training_document
+
+_BARE: Final = re.compile("[0-9a-f]{64}")
 
 
 def get_run(db: Database, run_id: str, tenant: str = "local") -> Run:
@@ -40,24 +45,39 @@ def get_run(db: Database, run_id: str, tenant: str = "local") -> Run:
 
 
 def list_runs(db: Database, tenant: str = "local", *, status: str | None = None, job: str | None = None,
-              digest: str | None = None, cursor: str | None = None, limit: int = 50) -> Page[Run]:
-    """The newest first. `digest` finds runs by their final weights, head of the chain, a checkpoint's weights, or the training
-    spec or data manifest of their job. Raises InvalidSpec for an unknown status, a malformed digest, cursor or limit."""
-    if status is not None and status not in STATUSES:
-        raise InvalidSpec(f"status: {status!r:.40} isn't a status; allowed: {', '.join(STATUSES)}", field="status",
-                          value=status[:40])
-    if job is not None and not is_id(job, "job"):
-        return Page((), None)
+              digest: str | None = None, kind: str | None = None, name: str | None = None, model: str | None = None,
+              seed: int | None = None, parent: str | None = None, since: datetime | None = None, until: datetime | None = None,
+              cursor: str | None = None, limit: int = 50) -> Page[Run]:
+    """The newest first. All filters must hold.
+
+    `digest` finds runs by their final weights, the head or the state of a step, a checkpoint's weights, the weights they
+    started from, or their job's training spec or data manifest. `model` is a preset, found by its sizes; `name` the job's.
+    `parent` is a run that was reproduced, or whose weights another one started from. Made at `since` or later, before `until`
+    (with a zone). Raises InvalidSpec for an unknown status, kind or model, a seed out of range, a malformed digest or time,
+    cursor or limit.
+    """
+    for field, value, allowed in (("status", status, STATUSES), ("kind", kind, RUN_KINDS), ("model", model, tuple(PRESETS))):
+        if value is not None and value not in allowed:
+            raise InvalidSpec(f"{field}: {value!r:.40} is unknown; allowed: {', '.join(allowed)}", field=field, value=value[:40])
+    if seed is not None and not 0 <= seed <= SEED_MAX:
+        raise InvalidSpec(f"seed: {seed} isn't allowed; allowed: 0 to {SEED_MAX}", field="seed", value=seed)
+    for field, at in (("since", since), ("until", until)):
+        if at is not None and at.tzinfo is None:
+            raise InvalidSpec(f"{field}: {at.isoformat()} has no zone; allowed: a time such as 2026-12-01T10:00:00Z", field=field)
     after, wanted = rows.decode_cursor(cursor), parse_digest(digest)
+    strange = (job is not None and not is_id(job, "job")) or (parent is not None and not is_id(parent, "run"))
+    if strange or (name is not None and not name.isprintable()):
+        return Page((), None)  # nothing has such an id or name, and PostgreSQL refuses to look for some
+    chosen = lineage.RunFilter(status, job, wanted, kind, name, model, seed, parent, since, until)
     with db.read() as tx:
-        found = queries.run_page(tx, tenant, after, rows.check_limit(limit), status, job, wanted)
+        found = lineage.run_page(tx, tenant, after, rows.check_limit(limit), chosen)
     return rows.page_of(found, limit, rows.run_of)
 
 
 def parse_digest(text: str | None) -> Digest | None:
-    """The digest that a filter names. Raises InvalidSpec."""
+    """The digest that a filter names; 64 bare hex digits are a sha256. Raises InvalidSpec."""
     try:
-        return None if text is None else Digest.parse(text)
+        return None if text is None else Digest.parse(f"sha256:{text}" if _BARE.fullmatch(text) else text)
     except ValueError as error:
         raise InvalidSpec(f"digest: {error}", field="digest", value=str(text)[:100]) from None
 
@@ -116,6 +136,16 @@ def get_verification(db: Database, verification_id: str, tenant: str = "local") 
     if row is None:
         raise NotFound(f"there is no verification {verification_id!r:.60}", verification=verification_id[:60])
     return rows.verification_of(row)
+
+
+def plan_of_audit(db: Database, run: Run) -> Plan | None:
+    """What an audit is to replay; None for a run that trains."""
+    if run.kind != "audit":
+        return None
+    with db.read() as tx:
+        row = queries.verification_by(tx, run.id)
+    assert row is not None, "an audit carries out a verification"
+    return Plan.from_document(row["plan"])
 
 
 def nodes(db: Database) -> list[Node]:

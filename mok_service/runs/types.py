@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Generic, Literal, Self, TypeVar
+from typing import Any, Final, Generic, Literal, Self, TypeVar, get_args
 
 from mok_service.lifecycle import (
     FINAL,
@@ -25,6 +25,7 @@ from mok_service.provenance.verify import Finding
 from mok_service.spec import ExecutionSpec
 
 RunKind = Literal["original", "reproduction", "audit"]
+RUN_KINDS: Final[tuple[str, ...]] = get_args(RunKind)
 EventType = Literal["run.status", "step", "checkpoint", "log", "verification"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 T = TypeVar("T")

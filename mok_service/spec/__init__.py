@@ -10,7 +10,7 @@ from mok_service.spec.capacity import (
     count_parameters,
     estimate,
 )
-from mok_service.spec.presets import PRESETS, Preset
+from mok_service.spec.presets import PRESETS, Preset, preset_of
 from mok_service.spec.reading import load_job, parse_job
 from mok_service.spec.resolution import (
     draw_seed,
@@ -35,6 +35,6 @@ from mok_service.spec.schema import (
 __all__ = [
     "PRESETS", "SEED_MAX", "BatchSpec", "CudaDevice", "DataSpec", "Estimate", "ExecutionSpec", "InitFrom", "JobSpec", "Machine",
     "Memory", "ModelSpec", "OptimizerSpec", "ParameterCount", "Preset", "TrainingSpec", "check_runnable", "count_parameters",
-    "draw_seed", "estimate", "job_json_schema", "load_job", "override_execution", "parse_job", "resolve", "training_digest",
-    "training_document",
+    "draw_seed", "estimate", "job_json_schema", "load_job", "override_execution", "parse_job", "preset_of", "resolve",
+    "training_digest", "training_document",
 ]

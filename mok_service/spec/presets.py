@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final, Literal
 
 Preset = Literal["tiny", "olmoe-1b-7b", "qwen3-30b-a3b"]
@@ -30,3 +31,11 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
         "tie_embeddings": False, "initializer_range": 0.02,
     },
 }
+# By these a model is told to be a preset's. Migration 0006 has its own copy.
+SIZES: Final = ("hidden_size", "layers", "heads", "kv_heads", "head_size", "experts", "top_k", "expert_intermediate_size",
+                "vocabulary_size")
+
+
+def preset_of(model: Mapping[str, Any]) -> str | None:
+    """The preset whose sizes a resolved model has; None where it is no preset's."""
+    return next((name for name, preset in PRESETS.items() if all(model[key] == preset[key] for key in SIZES)), None)

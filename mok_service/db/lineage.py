@@ -1,0 +1,233 @@
+"""SQL of lookups by digest, of lineage, and of what lists filter by.
+
+A digest in a column is found by an index on the column; one inside a document by its row in `digest_uses` or `manifest_files`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import (
+    Column,
+    ColumnElement,
+    Connection,
+    Select,
+    String,
+    and_,
+    exists,
+    func,
+    literal_column,
+    or_,
+    select,
+    tuple_,
+)
+from sqlalchemy.dialects import postgresql, sqlite
+
+from mok_service.db.queries import Key, Row
+from mok_service.db.tables import (
+    attempts,
+    attestations,
+    checkpoints,
+    digest_uses,
+    jobs,
+    manifest_files,
+    runs,
+    step_records,
+    verifications,
+)
+from mok_service.provenance.digest import Digest
+
+CHECKPOINT_FILE, NATIVE_LIBRARY = "checkpoint-file", "native-library"
+
+
+def _all(tx: Connection, query: Select[Any]) -> list[Row]:
+    return [{str(name): value for name, value in row.items()} for row in tx.execute(query).mappings()]
+
+
+# ---- Filling ---------------------------------------------------------------------------------------------------------
+
+def add_uses(tx: Connection, tenant: str, run_id: str, role: str, place: int, named: Iterable[tuple[str, Digest]]) -> None:
+    """What a document of a run names: (name, digest) each. What is there already stays as it is."""
+    rows = [{"tenant": tenant, "digest": digest, "run_id": run_id, "role": role, "place": place, "name": name}
+            for name, digest in named]
+    if rows:
+        insert = postgresql.insert(digest_uses) if tx.dialect.name == "postgresql" else sqlite.insert(digest_uses)
+        tx.execute(insert.on_conflict_do_nothing(), rows)
+
+
+def add_manifest(tx: Connection, tenant: str, manifest: Digest, named: Iterable[tuple[str, Digest]]) -> None:
+    """The files of a manifest, in its order; nothing when they are there already."""
+    rows = [{"tenant": tenant, "manifest_digest": manifest, "position": position, "digest": digest, "name": name}
+            for position, (name, digest) in enumerate(named)]
+    t = manifest_files
+    known = select(t.c.position).where(t.c.tenant == tenant, t.c.manifest_digest == manifest).limit(1)
+    if rows and tx.execute(known).first() is None:
+        insert = postgresql.insert(t) if tx.dialect.name == "postgresql" else sqlite.insert(t)
+        tx.execute(insert.on_conflict_do_nothing(), rows)
+
+
+# ---- Looking up a digest ---------------------------------------------------------------------------------------------
+
+def _step_digest(column: Column[Digest], digest: Digest) -> ColumnElement[bool]:
+    """A digest column of step records, by its index: the expression is written as the index has it."""
+    shown: ColumnElement[str] = func.substr(column, literal_column("8"), literal_column("16"), type_=String)
+    return and_(shown == digest.hex[:16], column == digest)
+
+
+def steps_with(tx: Connection, tenant: str, digest: Digest, name: str, limit: int) -> list[Row]:
+    """Run and step of the step records whose `name` (head, weights, optimizer) is the digest; the newest runs first."""
+    t = step_records
+    query = select(t.c.run_id, t.c.step).where(_step_digest(t.c[name], digest), t.c.tenant == tenant)
+    return _all(tx, query.order_by(t.c.run_id.desc(), t.c.step).limit(limit))
+
+
+def runs_with(tx: Connection, tenant: str, digest: Digest, name: str, limit: int) -> list[Row]:
+    """Runs whose `name` (weights, init_weights) is the digest, the newest first."""
+    query = select(runs.c.id.label("run_id"), runs.c.step).where(runs.c[name] == digest, runs.c.tenant == tenant)
+    return _all(tx, query.order_by(runs.c.id.desc()).limit(limit))
+
+
+def checkpoints_with(tx: Connection, tenant: str, digest: Digest, name: str, limit: int) -> list[Row]:
+    """Checkpoints whose `name` (weights, optimizer) is the digest; the newest runs first."""
+    t = checkpoints
+    query = select(t.c.run_id, t.c.step, t.c.folder).where(t.c[name] == digest, t.c.tenant == tenant)
+    return _all(tx, query.order_by(t.c.run_id.desc(), t.c.step).limit(limit))
+
+
+def jobs_with(tx: Connection, tenant: str, digest: Digest, name: str, limit: int) -> list[Row]:
+    """Jobs whose `name` (training_digest, manifest_digest) is the digest, the newest first."""
+    query = select(jobs.c.id.label("job_id")).where(jobs.c[name] == digest, jobs.c.tenant == tenant)
+    return _all(tx, query.order_by(jobs.c.id.desc()).limit(limit))
+
+
+def data_files_with(tx: Connection, tenant: str, digest: Digest, limit: int) -> list[Row]:
+    """Jobs whose data have a file with this digest, and the file's name; the newest jobs first."""
+    t = manifest_files
+    query = select(jobs.c.id.label("job_id"), t.c.name).join(jobs, jobs.c.manifest_digest == t.c.manifest_digest)
+    query = query.where(t.c.tenant == tenant, t.c.digest == digest, jobs.c.tenant == tenant)
+    return _all(tx, query.order_by(jobs.c.id.desc(), t.c.name).limit(limit))
+
+
+def uses_of(tx: Connection, tenant: str, digest: Digest, limit: int) -> list[Row]:
+    """Documents of runs that name the digest; the newest runs first."""
+    t = digest_uses
+    query = select(t.c.run_id, t.c.role, t.c.place, t.c.name).where(t.c.digest == digest, t.c.tenant == tenant)
+    return _all(tx, query.order_by(t.c.run_id.desc(), t.c.role, t.c.place, t.c.name).limit(limit))
+
+
+def attestations_with(tx: Connection, tenant: str, digest: Digest) -> list[Row]:
+    t = attestations
+    return _all(tx, select(t.c.run_id, t.c.log_index).where(t.c.digest == digest, t.c.tenant == tenant))
+
+
+# ---- Filters of the list of runs -------------------------------------------------------------------------------------
+
+@dataclass(frozen=True, slots=True)
+class RunFilter:
+    """What a list of runs is limited to; None is no limit. Times: `since` is included, `until` isn't."""
+
+    status: str | None = None
+    job: str | None = None
+    digest: Digest | None = None
+    kind: str | None = None
+    name: str | None = None
+    model: str | None = None
+    seed: int | None = None
+    parent: str | None = None
+    since: datetime | None = None
+    until: datetime | None = None
+
+
+def run_page(tx: Connection, tenant: str, after: Key | None, limit: int, wanted: RunFilter) -> list[Row]:
+    """Up to limit + 1 runs, newest first, after a key: the one too many tells that there is a next page."""
+    query = select(runs).where(runs.c.tenant == tenant)
+    for column, value in (("status", wanted.status), ("job_id", wanted.job), ("kind", wanted.kind), ("name", wanted.name),
+                          ("model", wanted.model), ("seed", wanted.seed)):
+        if value is not None:
+            query = query.where(runs.c[column] == value)
+    if wanted.digest is not None:
+        query = query.where(_uses_digest(wanted.digest))
+    if wanted.parent is not None:
+        query = query.where(runs.c.id.in_(_children(wanted.parent)))
+    if wanted.since is not None:
+        query = query.where(runs.c.created_at >= wanted.since)
+    if wanted.until is not None:
+        query = query.where(runs.c.created_at < wanted.until)
+    if after is not None:
+        query = query.where(tuple_(runs.c.created_at, runs.c.id) < tuple_(*after))
+    return _all(tx, query.order_by(runs.c.created_at.desc(), runs.c.id.desc()).limit(limit + 1))
+
+
+def _uses_digest(digest: Digest) -> ColumnElement[bool]:
+    """Runs by a digest of their job, of a step's record or state, of a checkpoint or of what they started from."""
+    of_job = select(jobs.c.id).where(or_(jobs.c.training_digest == digest, jobs.c.manifest_digest == digest))
+    t = step_records
+    of_steps = [select(t.c.run_id).where(_step_digest(column, digest)) for column in (t.c.head, t.c.weights, t.c.optimizer)]
+    of_checkpoints = select(checkpoints.c.run_id).where(checkpoints.c.weights == digest)
+    return or_(runs.c.weights == digest, runs.c.init_weights == digest, runs.c.job_id.in_(of_job),
+               runs.c.id.in_(of_checkpoints), *(runs.c.id.in_(found) for found in of_steps))
+
+
+def _children(run_id: str) -> Select[Any]:
+    """Reproductions of a run, and runs that went on from its weights."""
+    of = select(runs.c.id).where(runs.c.reproduces == run_id)
+    named = select(runs.c.id).where(runs.c.init_run == run_id)
+    by_weights = (select(runs.c.id).join(checkpoints, checkpoints.c.weights == runs.c.init_weights)
+                  .where(checkpoints.c.run_id == run_id, runs.c.init_run.is_(None)))
+    return select(of.union(named, by_weights).subquery().c.id)
+
+
+# ---- Lineage ---------------------------------------------------------------------------------------------------------
+
+def runs_by_id(tx: Connection, tenant: str, ids: Sequence[str]) -> list[Row]:
+    """What a graph shows of runs, with name, training digest and data of their jobs."""
+    same = (runs.c.id, runs.c.job_id, runs.c.kind, runs.c.reproduces, runs.c.status, runs.c.verdict, runs.c.step, runs.c.weights,
+            runs.c.seed, runs.c.name, runs.c.model, runs.c.init_run, runs.c.init_weights, runs.c.created_at)
+    has_data = exists().where(attempts.c.run_id == runs.c.id, attempts.c.running_at.is_not(None)).label("has_data")
+    query = select(*same, jobs.c.training_digest, jobs.c.manifest_digest, has_data).join(jobs, jobs.c.id == runs.c.job_id)
+    return _all(tx, query.where(runs.c.id.in_(ids), runs.c.tenant == tenant).order_by(runs.c.id))
+
+
+def reproductions_of(tx: Connection, tenant: str, ids: Sequence[str], limit: int) -> Sequence[str]:
+    """Runs that reproduce one of these, the oldest first."""
+    query = select(runs.c.id).where(runs.c.reproduces.in_(ids), runs.c.tenant == tenant).order_by(runs.c.id).limit(limit)
+    return tx.execute(query).scalars().all()
+
+
+def continuations_by_name(tx: Connection, tenant: str, ids: Sequence[str], limit: int) -> Sequence[str]:
+    """Runs whose `init_from` names a checkpoint of one of these, the oldest first."""
+    query = select(runs.c.id).where(runs.c.init_run.in_(ids), runs.c.tenant == tenant).order_by(runs.c.id).limit(limit)
+    return tx.execute(query).scalars().all()
+
+
+def continuations_by_weights(tx: Connection, tenant: str, ids: Sequence[str], limit: int) -> list[Row]:
+    """(parent, step, child) where `init_from` names no run, and its weights are those of a checkpoint of one of these."""
+    query = select(checkpoints.c.run_id.label("parent"), checkpoints.c.step, runs.c.id.label("child"))
+    query = query.join(runs, runs.c.init_weights == checkpoints.c.weights).where(
+        checkpoints.c.run_id.in_(ids), runs.c.init_run.is_(None), runs.c.tenant == tenant)
+    return _all(tx, query.order_by(runs.c.id, checkpoints.c.run_id, checkpoints.c.step).limit(limit))
+
+
+def sources_by_weights(tx: Connection, tenant: str, ids: Sequence[str], limit: int) -> list[Row]:
+    """(parent, step, child) where one of these names no run in `init_from`, and its weights are those of a checkpoint."""
+    query = select(checkpoints.c.run_id.label("parent"), checkpoints.c.step, runs.c.id.label("child"))
+    query = query.join(checkpoints, checkpoints.c.weights == runs.c.init_weights).where(
+        runs.c.id.in_(ids), runs.c.init_run.is_(None), checkpoints.c.tenant == tenant)
+    return _all(tx, query.order_by(runs.c.id, checkpoints.c.run_id, checkpoints.c.step).limit(limit))
+
+
+def libraries_of(tx: Connection, ids: Sequence[str]) -> list[Row]:
+    """Run, name and digest of the native libraries that attempts of these runs have loaded."""
+    t = digest_uses
+    query = select(t.c.run_id, t.c.name, t.c.digest).where(t.c.run_id.in_(ids), t.c.role == NATIVE_LIBRARY).distinct()
+    return _all(tx, query.order_by(t.c.run_id, t.c.name, t.c.digest))
+
+
+def verdicts_on(tx: Connection, ids: Sequence[str], limit: int) -> list[Row]:
+    """The verifications of these runs that have ended or are under way, the newest first."""
+    t = verifications
+    query = select(t.c.id, t.c.run_id, t.c.executed_by, t.c.level, t.c.verdict, t.c.step, t.c.created_at)
+    return _all(tx, query.where(t.c.run_id.in_(ids)).order_by(t.c.created_at.desc(), t.c.id.desc()).limit(limit))

@@ -61,6 +61,24 @@ class QuotaForbids(MokError):
     http_status, exit_status, code = 403, 1, "quota_forbids"
 
 
+class Unauthenticated(MokError):
+    """The service asks for an API key, and the request has none, or one that isn't (or no longer) good."""
+
+    http_status, exit_status, code = 401, 2, "unauthenticated"
+
+
+class Forbidden(MokError):
+    """The key is good, and doesn't allow this."""
+
+    http_status, exit_status, code = 403, 2, "forbidden"
+
+
+class TooManyRequests(MokError):
+    """A limit on requests: `detail["retry_after"]` is the number of seconds to wait."""
+
+    http_status, exit_status, code = 429, 1, "too_many_requests"
+
+
 class ServiceUnreachable(MokError):
     http_status, exit_status, code = 503, 7, "unreachable"
 

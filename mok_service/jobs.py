@@ -9,6 +9,7 @@ from typing import Any, Final, Literal, Self
 
 from sqlalchemy import Connection
 
+from mok_service import auditlog
 from mok_service.db import queries, tables
 from mok_service.db.ids import is_id, new_id
 from mok_service.db.session import Database
@@ -389,6 +390,7 @@ def _queue_run(tx: Connection, job: Job, execution: ExecutionSpec, kind: RunKind
         "updated_at": now, "started_at": None, "ended_at": None, "retry_at": None, "run_deadline_at": None,
         "queue_deadline_at": now + timedelta(seconds=execution.queue_deadline_seconds),
     }
+    auditlog.note(job=job.id, run=str(row["id"]))
     queries.add(tx, tables.runs, [row])
     queries.add(tx, tables.events, [{
         "run_id": row["id"], "number": 1, "tenant": job.tenant, "type": "run.status", "created_at": now,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Final, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
@@ -16,6 +17,7 @@ from mok_service.errors import InvalidSpec
 PREFIX: Final = "MOK_"
 SECRET: Final = frozenset({"database_url"})  # holds a password: never shown
 LOOPBACK_NAMES: Final = ("localhost", "127.0.0.1", "::1")
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 class Settings(BaseSettings):
@@ -58,6 +60,28 @@ class Settings(BaseSettings):
     """Time between two signs of life in an event stream with nothing to say."""
     event_streams_max: int = Field(default=1000, ge=1, le=100_000)
     """Event streams that one API process serves at a time."""
+    event_streams_tenant_max: int = Field(default=200, ge=1, le=100_000)
+    """Event streams of one tenant that one API process serves at a time."""
+    require_keys: bool = False
+    """Whether requests need an API key on loopback too. Elsewhere, and behind a trusted proxy, they always do."""
+    trusted_proxies: Annotated[tuple[Network, ...], NoDecode] = ()
+    """Networks of proxies whose X-Forwarded-For is believed, separated by commas."""
+    requests_per_second: float = Field(default=50.0, ge=0.1, le=100_000.0)
+    """Requests of one key that one API process answers in the long run."""
+    requests_burst: int = Field(default=200, ge=1, le=1_000_000)
+    """Requests of one key that it answers at once, after a pause."""
+    failed_keys_per_minute: int = Field(default=20, ge=1, le=100_000)
+    """Wrong keys from one address, after which requests with a key are refused for a while."""
+    outbound_networks: Annotated[tuple[Network, ...], NoDecode] = ()
+    """Networks, besides public ones, that the service may connect to for users, separated by commas."""
+    webhook_hours_max: float = Field(default=24.0, ge=0.001, le=720.0)
+    """How long a webhook's delivery is tried again before it's given up."""
+    log_days: float = Field(default=0.0, ge=0.0, le=36_500.0)
+    """After how many days the log lines of a run that has ended are removed; 0 keeps them."""
+    log_lines_max: int = Field(default=100_000, ge=100, le=100_000_000)
+    """Log lines that are kept of a run: the newest."""
+    log_format: Literal["text", "json"] = "text"
+    """How the service's own log is written."""
 
     @classmethod
     def settings_customise_sources(
@@ -68,7 +92,7 @@ class Settings(BaseSettings):
         """Keyword arguments, then the environment: no file is read."""
         return init_settings, env_settings
 
-    @field_validator("data_roots", "allowed_hosts", mode="before")
+    @field_validator("data_roots", "allowed_hosts", "trusted_proxies", "outbound_networks", mode="before")
     @classmethod
     def _split(cls, value: Any, info: Any) -> Any:
         separator = os.pathsep if info.field_name == "data_roots" else ","
@@ -100,6 +124,13 @@ class Settings(BaseSettings):
     def key_file(self) -> Path:
         """The file of the signing key."""
         return self.signing_key or self.data_dir / "keys" / "signing.pem"
+
+    def on_loopback(self) -> bool:
+        """Whether only this machine reaches the API."""
+        try:
+            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
 
     def hosts(self) -> tuple[str, ...]:
         """Every name, without a port, that a request's Host header may have."""

@@ -7,9 +7,9 @@ import secrets
 import time
 from typing import Final, Literal
 
-Kind = Literal["job", "run", "att", "ver", "key"]
+Kind = Literal["job", "run", "att", "ver", "key", "whk", "dlv"]
 
-_ID: Final = re.compile(r"(job|run|att|ver|key)_[0-9a-f]{12}7[0-9a-f]{3}[89ab][0-9a-f]{15}")
+_ID: Final = re.compile(r"(job|run|att|ver|key|whk|dlv)_[0-9a-f]{12}7[0-9a-f]{3}[89ab][0-9a-f]{15}")
 
 
 def new_id(kind: Kind) -> str:

@@ -19,6 +19,7 @@ from mok_service.db.session import Database
 from mok_service.errors import Conflict, LeaseLost, NotFound
 from mok_service.lifecycle import ACTIVE, FINAL, AttemptEnd, RunStatus, StopReason, is_legal
 from mok_service.runs.comparing import conclude_if_ended
+from mok_service.runs.outbox import enqueue
 from mok_service.runs.queue import Use
 from mok_service.runs.types import EventType, Lease
 
@@ -237,6 +238,7 @@ class LockedRun:
         if self._attempt_changed:
             queries.update_attempt(self.tx, self.id, self["attempt"], self._attempt_changed)
         queries.add(self.tx, tables.events, self._events)
+        enqueue(self.tx, self.row, self._events)
 
 
 def run_deadline_message(row: Mapping[str, Any]) -> str:

@@ -467,6 +467,48 @@ OPERATIONS: Final[dict[str, type[Structure]]] = {
     "mok_scalar": ScalarArgs,
 }
 
+# The tensors that each operation writes, in the order of its structure: the pointers of mok.h that aren't const. What works on
+# host memory of its own (mok_permutation, mok_philox, mok_scalar) is left out: it has no tensors.
+OUTPUTS: Final[dict[str, tuple[str, ...]]] = {
+    "mok_product": ("c",),
+    "mok_grouped_product_by_rows": ("c",),
+    "mok_grouped_product_by_depth": ("c",),
+    "mok_to_bf16": ("out",),
+    "mok_add": ("out",),
+    "mok_sum_squares": ("out",),
+    "mok_function": ("out",),
+    "mok_embedding_forward": ("out",),
+    "mok_embedding_backward": ("grad_table",),
+    "mok_rmsnorm_forward": ("out", "rstd"),
+    "mok_rmsnorm_backward": ("grad_x", "grad_weight"),
+    "mok_qk_forward": ("out", "rstd"),
+    "mok_qk_backward": ("grad_in", "grad_weight"),
+    "mok_rope_table": ("cos_sin",),
+    "mok_attention_forward": ("out", "row_max", "row_recip"),
+    "mok_attention_backward": ("grad_q", "grad_k", "grad_v"),
+    "mok_router_forward": ("probabilities", "log_sum_exp", "expert_index", "expert_weight", "status"),
+    "mok_routing_plan": ("row_token", "row_slot", "slot_row", "expert_offsets", "counts"),
+    "mok_router_backward": ("grad_logits",),
+    "mok_router_sums": ("probability_sum", "z_sum"),
+    "mok_swiglu_forward": ("out",),
+    "mok_swiglu_backward": ("grad_gate_up", "weighted_act", "grad_slot_weight"),
+    "mok_combine": ("out",),
+    "mok_cross_entropy": ("loss_sum", "grad_logits", "status"),
+    "mok_adamw": ("weight", "first", "second", "operand"),
+    "mok_random_normal": ("out",),
+}
+
+# Those of them that are added to or kept in part, so that what was there before is an input too.
+UPDATED: Final[dict[str, tuple[str, ...]]] = {
+    "mok_embedding_backward": ("grad_table",),
+    "mok_rmsnorm_backward": ("grad_weight",),
+    "mok_qk_backward": ("grad_weight",),
+    "mok_router_forward": ("status",),
+    "mok_router_sums": ("probability_sum", "z_sum"),
+    "mok_cross_entropy": ("loss_sum", "status"),
+    "mok_adamw": ("weight", "first", "second"),
+}
+
 
 # What only the CUDA library has: csrc/cuda/blake3.h.
 class Blake3Args(Structure):

@@ -7,6 +7,7 @@ import ctypes
 import hashlib
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,7 +68,11 @@ def host_blake3(tensor: Tensor) -> str:
 
 
 class Context:
-    """One device's kernels. `name` is "cpu" or "cuda", `device` the torch device that tensors must be on."""
+    """One device's kernels. `name` is "cpu" or "cuda", `device` the torch device that tensors must be on.
+
+    `place` says in words what the operations to come belong to; only a trace reads it. `rows_are_counted`: the host knows how
+    many rows a routing has, where else all that there is room for are passed.
+    """
 
     def __init__(
         self,
@@ -78,13 +83,16 @@ class Context:
         device: int = 0,
         tile_limit: int = 0,
         stream: torch.cuda.Stream | None = None,
+        library: Path | None = None,
     ) -> None:
         """`threads` 0: all cores of this process. `isa`: auto, portable, avx2, avx512. `tile_limit` > 0 shrinks cache
         blocks (tests). `stream` (cuda): where operations are enqueued, None for the default stream; work of torch on the same
-        tensors belongs inside `active()`.
+        tensors belongs inside `active()`. `library`: another build than the installed one.
         """
         self.name = name
-        self._library = load_library(name)
+        self.place = ""
+        self.rows_are_counted = name == "cpu"
+        self._library = load_library(name, library)
         self.device = torch.device("cpu") if name == "cpu" else torch.device("cuda", device)
         if isa not in abi.ISAS:
             raise ValueError(f"isa = {isa!r}; allowed: {', '.join(abi.ISAS)}")

@@ -35,12 +35,13 @@ def library_path(backend: str) -> Path:
     raise LibraryUnusable(f"the native library {path} does not exist; run `make install`")
 
 
-def load_library(backend: str) -> ctypes.CDLL:
+def load_library(backend: str, path: Path | None = None) -> ctypes.CDLL:
     """Load the library, bind every operation, and refuse one that doesn't fit this Python code.
 
-    Raises LibraryUnusable: not found, not loadable, another ABI or arithmetic, or (in a checkout) built from other sources.
+    `path` names another build, of whatever sources: one that a bisect compares with. Raises LibraryUnusable: not found, not loadable, another ABI or arithmetic, or (in a checkout) built from other sources.
     """
-    path = library_path(backend)
+    named = path is not None
+    path = path or library_path(backend)
     try:
         library = ctypes.CDLL(str(path), mode=os.RTLD_LOCAL | os.RTLD_NOW)
     except OSError as error:
@@ -61,7 +62,8 @@ def load_library(backend: str) -> ctypes.CDLL:
         function = getattr(library, name)
         function.argtypes = [ctypes.c_void_p, ctypes.POINTER(struct)]
         function.restype = ctypes.c_int
-    _refuse_stale(path, backend, json.loads(library.mok_build_info()))
+    if not named:
+        _refuse_stale(path, backend, json.loads(library.mok_build_info()))
     return library
 
 

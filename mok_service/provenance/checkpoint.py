@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from mok_service.provenance.chain import StateDigests
 from mok_service.provenance.digest import Digest
+
+WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
+# The documents (`digest.state_document`, canonical bytes) whose SHA-256 are the digests of the state. Older checkpoints lack them.
+WEIGHTS_DOCUMENT, OPTIMIZER_DOCUMENT = "weights.json", "optimizer.json"
+DOCUMENTS: Final = {WEIGHTS: WEIGHTS_DOCUMENT, OPTIMIZER: OPTIMIZER_DOCUMENT}
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -92,14 +93,39 @@ def state_digest(tensors: Iterable[TensorDigest]) -> Digest:
     return canonical_digest(state_document(tensors))
 
 
-def first_difference(expected: Sequence[TensorDigest], got: Sequence[TensorDigest]) -> str | None:
-    """A sentence that names the first tensor (by name) in which two states differ, or None when they're equal."""
+def read_state_document(content: bytes, expected: Digest) -> list[TensorDigest]:
+    """The tensors that a state's document lists. Raises ValueError unless these bytes are those that `expected` is the digest of."""
+    got = sha256(content)
+    if got != expected:
+        raise ValueError(f"the document of the state has {got}, recorded is {expected}")
+    rows = json.loads(content)["tensors"]
+    return [TensorDigest(row["name"], row["dtype"], tuple(row["shape"]), row["blake3"]) for row in rows]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFault:
+    """The first tensor (by name) in which two states differ, and how many differ in all."""
+
+    name: str
+    field: str  # dtype, shape, blake3; or presence
+    expected: str
+    got: str
+    count: int
+
+    def __str__(self) -> str:
+        others = f" (and {self.count - 1} more tensors differ)" if self.count > 1 else ""
+        return f"tensor {self.name!r}: {self.field} expected {self.expected}, got {self.got}{others}"
+
+
+def tensor_fault(expected: Sequence[TensorDigest], got: Sequence[TensorDigest]) -> TensorFault | None:
+    """What is wrong with a state's tensors; None when they are those expected."""
     left, right = {t.name: t for t in expected}, {t.name: t for t in got}
-    for name in sorted(left.keys() | right.keys(), key=str.encode):
-        a, b = left.get(name), right.get(name)
-        if a is None or b is None:
-            return f"tensor {name!r} is only in the {'second' if a is None else 'first'} state"
-        if a != b:
-            field = next(f for f in ("dtype", "shape", "blake3") if getattr(a, f) != getattr(b, f))
-            return f"tensor {name!r}: {field} expected {getattr(a, field)}, got {getattr(b, field)}"
-    return None
+    wrong = [name for name in sorted(left.keys() | right.keys(), key=str.encode) if left.get(name) != right.get(name)]
+    if not wrong:
+        return None
+    a, b = left.get(wrong[0]), right.get(wrong[0])
+    if a is None or b is None:
+        there = ("present", "missing")
+        return TensorFault(wrong[0], "presence", there[a is None], there[b is None], len(wrong))
+    field = next(f for f in ("dtype", "shape", "blake3") if getattr(a, f) != getattr(b, f))
+    return TensorFault(wrong[0], field, str(getattr(a, field)), str(getattr(b, field)), len(wrong))

@@ -1,11 +1,13 @@
 """Measuring the bytes of checkpoints for `verify.check`: files by SHA-256, and the state in them by its tensors' digests.
 
-Bytes come in pieces, from a disk or over HTTP, and are read once. Nothing here needs torch: a safetensors file is the length
+Bytes come in pieces, from a disk or over HTTP, and are read once. A checkpoint that lists its tensors (`weights.json`,
+`optimizer.json`) gets those named that are wrong: the digest on record is that of the list. Nothing here needs torch: a safetensors file is the length
 of its header (8 bytes, little-endian), the header (JSON: name -> dtype, shape, data_offsets) and the tensors' bytes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,11 +18,12 @@ from blake3 import blake3
 
 from mok_service.errors import NotFound
 from mok_service.provenance.chain import StateDigests
-from mok_service.provenance.digest import Digest, TensorDigest, state_digest
+from mok_service.provenance.checkpoint import DOCUMENTS, OPTIMIZER, WEIGHTS
+from mok_service.provenance.digest import Digest, TensorDigest, read_state_document, state_digest, tensor_fault
 from mok_service.provenance.verify import FoundCheckpoint, FoundFile
 
 HEADER_BYTES_MAX: Final = 100_000_000  # the format's own limit
-WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
+DOCUMENT_BYTES_MAX: Final = 1 << 30  # a tensor takes about 200
 
 Read = Callable[[int, str], Iterable[bytes]]  # step, file name -> the file's bytes; raises NotFound
 
@@ -36,29 +39,39 @@ def measure(record: Mapping[str, Any], read: Read) -> dict[int, FoundCheckpoint]
 def _checkpoint(checkpoint: Mapping[str, Any], read: Read) -> FoundCheckpoint:
     files: dict[str, FoundFile] = {}
     tensors: dict[str, list[TensorDigest]] = {}
-    fault = None
+    documents: dict[str, bytes] = {}
+    faults: dict[str, str] = {}
     for file in checkpoint["files"]:
         name = file["name"]
         try:
-            stream = _Stream(read(checkpoint["step"], name))
+            stream = Stream(read(checkpoint["step"], name))
             try:
                 if name.endswith(".safetensors"):
                     tensors[name] = list(_tensors(stream))
+                elif name in DOCUMENTS.values() and file["size"] <= DOCUMENT_BYTES_MAX:
+                    documents[name] = b"".join(stream.take(file["size"]))
             except ValueError as error:
-                fault = fault or f"{name}: {error}"
+                faults[name] = str(error)
             stream.skip()
         except NotFound:  # raised by read, or when the first piece is asked for
             continue
         files[name] = FoundFile(stream.size, stream.sha256.hexdigest())
-    if fault is not None or tensors.keys() != {WEIGHTS, OPTIMIZER}:
-        return FoundCheckpoint(files, None, fault)
+    stated = checkpoint["state"]
+    for name, digest in ((WEIGHTS, stated["weights"]), (OPTIMIZER, stated["optimizer"])):
+        with contextlib.suppress(KeyError, ValueError):  # no such document, or not the one on record: then it is named itself
+            fault = tensor_fault(read_state_document(documents[DOCUMENTS[name]], Digest.parse(digest)), tensors[name])
+            if fault is not None:
+                faults.setdefault(name, str(fault))
+    if tensors.keys() != {WEIGHTS, OPTIMIZER}:
+        return FoundCheckpoint(files, None, faults)
     weights, optimizer = (state_digest(tensors[name]) for name in (WEIGHTS, OPTIMIZER))
-    state = StateDigests(weights, optimizer, Digest.parse(checkpoint["state"]["cursor"]))
-    return FoundCheckpoint(files, state)
+    return FoundCheckpoint(files, StateDigests(weights, optimizer, Digest.parse(stated["cursor"])), faults)
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class Entry:
+    """Where a safetensors file has a tensor; offsets count from the end of the header."""
+
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -66,35 +79,38 @@ class _Entry:
     end: int
 
 
-def _tensors(stream: _Stream) -> Iterator[TensorDigest]:
+def _tensors(stream: Stream) -> Iterator[TensorDigest]:
     """The tensors of a safetensors file, in order of their bytes. Raises ValueError for anything else."""
-    position = 0
-    for entry in _header(stream):
-        if entry.begin != position or entry.end < entry.begin:
-            raise ValueError(f"tensor {entry.name!r} doesn't begin where the one before it ends")
+    for entry in read_header(stream):
         digest = blake3()
         for piece in stream.take(entry.end - entry.begin):
             digest.update(piece)
-        position = entry.end
         yield TensorDigest(entry.name, entry.dtype, entry.shape, digest.hexdigest())
 
 
-def _header(stream: _Stream) -> list[_Entry]:
+def read_header(stream: Stream) -> list[Entry]:
+    """The tensors of a safetensors file by the order of their bytes. Raises ValueError for anything else."""
     length = int.from_bytes(b"".join(stream.take(8)), "little")
     if length > HEADER_BYTES_MAX:
         raise ValueError(f"no safetensors file: its header would have {length} bytes")
     try:
         header = json.loads(b"".join(stream.take(length)))
-        return sorted(
-            (_Entry(name, str(value["dtype"]), tuple(map(int, value["shape"])), *map(int, value["data_offsets"]))
+        entries = sorted(
+            (Entry(name, str(value["dtype"]), tuple(map(int, value["shape"])), *map(int, value["data_offsets"]))
              for name, value in header.items() if name != "__metadata__"),
             key=lambda entry: (entry.begin, entry.end),
         )
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"no safetensors file: {type(error).__name__} in its header") from None
+    position = 0
+    for entry in entries:
+        if entry.begin != position or entry.end < entry.begin:
+            raise ValueError(f"tensor {entry.name!r} doesn't begin where the one before it ends")
+        position = entry.end
+    return entries
 
 
-class _Stream:
+class Stream:
     """Bytes that come in pieces; everything taken or skipped is counted and hashed."""
 
     def __init__(self, pieces: Iterable[bytes]) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Final
 
 from mok_service.errors import Tampered
 from mok_service.lifecycle import VerificationVerdict
 from mok_service.provenance.chain import StateDigests, StepRecord, check_links, first_difference, genesis
+from mok_service.provenance.checkpoint import OPTIMIZER, OPTIMIZER_DOCUMENT, WEIGHTS, WEIGHTS_DOCUMENT
 from mok_service.provenance.digest import Digest, canonical_digest
 from mok_service.provenance.manifest import DataManifest
 from mok_service.provenance.record import RECORD_TYPE, canonical_value, document_digest
@@ -30,6 +31,8 @@ class Finding:
         return {"verdict": self.verdict, "message": self.message, "field": self.field, "step": self.step,
                 "expected": self.expected, "got": self.got}
 
+
+_LISTED: Final = {WEIGHTS_DOCUMENT: "weights", OPTIMIZER_DOCUMENT: "optimizer"}
 
 # ---- Two executions --------------------------------------------------------------------------------------------------
 
@@ -101,11 +104,12 @@ class FoundFile:
 
 @dataclass(frozen=True, slots=True)
 class FoundCheckpoint:
-    """A checkpoint's bytes as measured now. `state` if its tensors were hashed again; `fault` names the tensor that's wrong."""
+    """A checkpoint's bytes as measured now. `state` if its tensors were hashed again; `faults` says by file
+    what is wrong in it: where the checkpoint lists its tensors, which of them."""
 
     files: Mapping[str, FoundFile] = field(default_factory=dict)
     state: StateDigests | None = None
-    fault: str | None = None
+    faults: Mapping[str, str] = field(default_factory=dict)
 
 
 def check(record: Mapping[str, Any], found: Mapping[int, FoundCheckpoint]) -> Finding:
@@ -208,6 +212,10 @@ def _check_checkpoints(checkpoints: Sequence[Mapping[str, Any]], records: Sequen
         if not 0 <= step < len(records):
             raise Tampered(f"there is a checkpoint of step {step}, but no record of that step", field="checkpoint", step=step)
         _expect("checkpoint.head", str(records[step].head()), checkpoint["head"], step)
+        for file in checkpoint["files"]:
+            part = _LISTED.get(file["name"])
+            if part is not None:
+                _expect(f"checkpoint.{file['name']}", checkpoint["state"][part], f"sha256:{file['sha256']}", step)
         state = records[step].state
         if state is not None:
             for part, digest in state.as_dict().items():
@@ -239,12 +247,13 @@ def _check_bytes(checkpoints: Sequence[Mapping[str, Any]], found: Mapping[int, F
             missing += [] if checkpoint["deleted_at"] else [step]
             continue
         for file in checkpoint["files"]:
-            _check_file(file, have.files.get(file["name"]), step, have.fault)
+            _check_file(file, have.files.get(file["name"]), step, have.faults.get(file["name"]))
         if have.state is not None:
             for part, digest in have.state.as_dict().items():
                 if digest != checkpoint["state"][part]:
-                    raise Tampered(f"step {step}: the {part} in the checkpoint aren't those on record: {have.fault or digest}",
-                                   field=part, step=step, expected=checkpoint["state"][part], got=digest)
+                    fault = have.faults.get(WEIGHTS if part == "weights" else OPTIMIZER, digest)
+                    raise Tampered(f"step {step}: the {part} in the checkpoint aren't those on record: {fault}", field=part,
+                                   step=step, expected=checkpoint["state"][part], got=digest)
     return missing
 
 

@@ -5,9 +5,10 @@ A checkpoint is a folder `step-00000020` holding
     model.safetensors       master weights, float32, Hugging Face names
     config.json             the model in Hugging Face's terms: `from_pretrained` loads the folder
     optimizer.safetensors   first/<name>, second/<name>, float32; previous_norm: the gradient norm that clipping keeps
+    weights.json, optimizer.json   the documents (`mok.state/v1`) whose SHA-256 are the digests of the state: every tensor's BLAKE3
     checkpoint.json         step, chain head, digests of the state and of each file
 
-It is written under another name, flushed to the disk, and renamed: a partial one is never listed.
+Checkpoints of earlier versions lack the two documents; they load as well. It is written under another name, flushed to the disk, and renamed: a partial one is never listed.
 """
 
 from __future__ import annotations
@@ -22,15 +23,35 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from mok_service.errors import Tampered
 from mok_service.kernels.native import host_blake3
+from mok_service.provenance.canonical import canonical_bytes
 from mok_service.provenance.chain import StateDigests
-from mok_service.provenance.checkpoint import CheckpointFile, CheckpointInfo
-from mok_service.provenance.digest import Digest, TensorDigest, canonical_digest, sha256_file, state_digest
+from mok_service.provenance.checkpoint import (
+    DOCUMENTS,
+    OPTIMIZER,
+    OPTIMIZER_DOCUMENT,
+    WEIGHTS,
+    WEIGHTS_DOCUMENT,
+    CheckpointFile,
+    CheckpointInfo,
+)
+from mok_service.provenance.digest import (
+    Digest,
+    TensorDigest,
+    TensorFault,
+    canonical_digest,
+    read_state_document,
+    sha256,
+    sha256_file,
+    state_digest,
+    state_document,
+    tensor_fault,
+)
 
 MANIFEST = "checkpoint.json"
 _TYPE = "mok.checkpoint/v1"
@@ -87,8 +108,12 @@ class CheckpointStore:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         try:
-            save_file(dict(state.weights), partial / "model.safetensors", metadata={"format": "pt"})
-            save_file(dict(state.optimizer), partial / "optimizer.safetensors")
+            save_file(dict(state.weights), partial / WEIGHTS, metadata={"format": "pt"})
+            save_file(dict(state.optimizer), partial / OPTIMIZER)
+            for name, tensors, digest in (
+                (WEIGHTS_DOCUMENT, state.weights, digests.weights), (OPTIMIZER_DOCUMENT, state.optimizer, digests.optimizer),
+            ):  # fmt: skip
+                (partial / name).write_bytes(_document(f"{final.name}/{name}", step, tensors, digest))
             (partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
             files = tuple(
                 CheckpointFile(p.name, p.stat().st_size, sha256_file(p).hex)
@@ -109,41 +134,78 @@ class CheckpointStore:
         return info
 
     def load(self, info: CheckpointInfo) -> State:
-        """Read and check a checkpoint. Raises Tampered naming the file or the tensor whose bytes aren't the recorded ones."""
+        """Read and check a checkpoint. Raises Tampered naming the file, and the tensor, whose bytes aren't the recorded ones."""
         folder = self.root / info.folder
         check_files(folder, info)
-        state = State(load_tensors(folder / "model.safetensors"), load_tensors(folder / "optimizer.safetensors"))
-        for part, tensors, expected in (
-            ("weights", state.weights, info.state.weights),
-            ("optimizer", state.optimizer, info.state.optimizer),
-        ):
-            got = state_digest(tensor_digest(name, tensor, host_blake3(tensor)) for name, tensor in tensors.items())
+        state = State(load_tensors(folder / WEIGHTS), load_tensors(folder / OPTIMIZER))
+        for part, file, tensors, expected in (
+            ("weights", WEIGHTS, state.weights, info.state.weights), ("optimizer", OPTIMIZER, state.optimizer, info.state.optimizer),
+        ):  # fmt: skip
+            rows = tensor_rows(tensors)
+            got = state_digest(rows)
             if got != expected:
-                raise Tampered(
-                    f"{info.folder}: the {part} have digest {got}, recorded is {expected}", step=info.step, part=part,
-                    expected=str(expected), got=str(got),
+                raise _tampered(
+                    info, file, f": the {part} have digest {got}, recorded is {expected}", _fault(folder, info, file, rows),
+                    part=part, expected=str(expected), got=str(got),
                 )  # fmt: skip
         return state
 
 
 def check_files(folder: Path, info: CheckpointInfo) -> None:
-    """Raises Tampered naming the first file of a checkpoint that is missing or whose bytes aren't the recorded ones."""
+    """Raises Tampered naming the first file of a checkpoint that is missing or whose bytes aren't the recorded ones.
+
+    Where the checkpoint lists its tensors, the message names those of the file that are wrong.
+    """
     for file in info.files:
         path = folder / file.name
         if path.parent != folder or not path.is_file():
             raise Tampered(f"{info.folder}/{file.name} is missing", step=info.step, file=file.name)
         got = sha256_file(path).hex
         if got != file.sha256:
-            raise Tampered(
-                f"{info.folder}/{file.name} has sha256:{got}, recorded is sha256:{file.sha256}", step=info.step, file=file.name,
+            try:
+                rows = tensor_rows(load_tensors(path)) if file.name in DOCUMENTS else None
+            except (OSError, SafetensorError):
+                rows = None
+            raise _tampered(
+                info, file.name, f" has sha256:{got}, recorded is sha256:{file.sha256}",
+                None if rows is None else _fault(folder, info, file.name, rows),
                 expected=f"sha256:{file.sha256}", got=f"sha256:{got}",
             )  # fmt: skip
+
+
+def _tampered(info: CheckpointInfo, file: str, problem: str, fault: TensorFault | None, **detail: str) -> Tampered:
+    tensors = {} if fault is None else {"tensor": fault.name}
+    why = "" if fault is None else f": {fault}"
+    return Tampered(f"{info.folder}/{file}{problem}{why}", step=info.step, file=file, **detail, **tensors)
+
+
+def _fault(folder: Path, info: CheckpointInfo, file: str, rows: list[TensorDigest]) -> TensorFault | None:
+    """The first tensor of a file that isn't as the document on record lists it, when there is that document."""
+    name = DOCUMENTS[file]
+    digest = info.state.weights if file == WEIGHTS else info.state.optimizer
+    try:
+        return tensor_fault(read_state_document((folder / name).read_bytes(), digest), rows)
+    except (OSError, ValueError):
+        return None
+
+
+def _document(name: str, step: int, tensors: Mapping[str, Tensor], digest: Digest) -> bytes:
+    """The canonical bytes that list these tensors. Raises Tampered when their digest isn't the one that the step recorded."""
+    content = canonical_bytes(state_document(tensor_rows(tensors)))
+    if sha256(content) != digest:
+        raise Tampered(f"{name}: the state to be saved has digest {sha256(content)}, its step recorded {digest}", step=step)
+    return content
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
     """Every tensor of a safetensors file, by name."""
     with safe_open(path, framework="pt") as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+
+
+def tensor_rows(tensors: Mapping[str, Tensor]) -> list[TensorDigest]:
+    """The digests of tensors in host memory."""
+    return [tensor_digest(name, tensor, host_blake3(tensor)) for name, tensor in tensors.items()]
 
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8"}

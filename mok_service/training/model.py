@@ -100,6 +100,7 @@ class Model:
         gradient = self._loss(x, batch, sums)
         for layer in reversed(range(self.spec.layers)):
             self._layer_backward(layer, batch, sums, gradient)
+        self._at(batch, "embedding, backward")
         for g, rows in self._groups(batch):
             self._dense("embedding", g, functools.partial(self.backend.embedding_backward, batch.inputs[rows], gradient[rows]))
 
@@ -107,6 +108,7 @@ class Model:
         """Join what is kept apart until all groups were seen: the two gradients of tied embeddings."""
         if self._head_gradient is not None:
             gradient = self.parameters.gradient["embedding"]
+            self.backend.place = "embedding, backward: the gradient from the head joins"
             self.backend.add(gradient, self._head_gradient, gradient)
 
     def logits(self, inputs: Tensor, sequences: int) -> Tensor:
@@ -126,6 +128,7 @@ class Model:
         """The residual stream after the last layer, float32 [T, H]; what backward needs stays in the workspace."""
         tokens = batch.inputs.numel()
         x = self._buffer("0.x", tokens, self.spec.hidden_size)
+        self._at(batch, "embedding, forward")
         self.backend.embedding(batch.inputs, self.parameters.operand["embedding"], x)
         for layer in range(self.spec.layers):
             after_attention = self._attention(layer, x, batch)
@@ -135,6 +138,7 @@ class Model:
     def _attention(self, layer: int, x: Tensor, batch: MicroBatch) -> Tensor:
         b, spec, tokens = self.backend, self.spec, x.shape[0]
         weight, operand = self.parameters.weight, self.parameters.operand
+        self._at(batch, f"layer {layer}, attention, forward")
         normed = self._operand(f"{layer}.n1", tokens, spec.hidden_size)
         b.rmsnorm(x, weight[f"{layer}.norm1"], spec.norm_epsilon, normed, self._buffer(f"{layer}.rstd1", tokens))
         qkv = self._operand(f"{layer}.qkv", tokens, operand[f"{layer}.qkv"].shape[0])
@@ -172,6 +176,7 @@ class Model:
     def _experts(self, layer: int, x: Tensor, batch: MicroBatch, sums: StepSums) -> Tensor:
         b, spec, tokens = self.backend, self.spec, x.shape[0]
         operand = self.parameters.operand
+        self._at(batch, f"layer {layer}, experts, forward")
         normed = self._operand(f"{layer}.n2", tokens, spec.hidden_size)
         rstd = self._buffer(f"{layer}.rstd2", tokens)
         b.rmsnorm(x, self.parameters.weight[f"{layer}.norm2"], spec.norm_epsilon, normed, rstd)
@@ -225,7 +230,7 @@ class Model:
             routing.offsets,
             routing.counts,
         )
-        routing.rows = int(routing.offsets[-1]) if b.name == "cpu" else routing.capacity
+        routing.rows = int(routing.offsets[-1]) if b.rows_are_counted else routing.capacity
         if sums.probabilities is not None and sums.z is not None:
             b.router_sums(
                 routing.probabilities,
@@ -243,6 +248,7 @@ class Model:
         """Adds the loss; returns its unscaled gradient by the residual stream, float32 [T, H]."""
         b, spec, tokens = self.backend, self.spec, x.shape[0]
         norm = self.parameters.weight["norm"]
+        self._at(batch, "head and loss, forward and backward")
         final, rstd = self._operand("final", tokens, spec.hidden_size), self._buffer("final.rstd", tokens)
         b.rmsnorm(x, norm, spec.norm_epsilon, final, rstd)
         d_final = self._buffer("d_normed", tokens, spec.hidden_size)
@@ -294,6 +300,7 @@ class Model:
     def _experts_backward(self, layer: int, batch: MicroBatch, gradient: Tensor) -> None:
         b, spec, tokens = self.backend, self.spec, gradient.shape[0]
         operand, inner = self.parameters.operand, spec.expert_intermediate_size
+        self._at(batch, f"layer {layer}, experts, backward")
         routing, normed = self._routing(layer, batch), self._operand(f"{layer}.n2", tokens, spec.hidden_size)
         d_out = b.to_operand(gradient, self.precision, self._operand("d_out", tokens, spec.hidden_size))
         gate_up = self._operand(f"{layer}.gate_up", routing.capacity, 2 * inner)
@@ -360,6 +367,7 @@ class Model:
     def _attention_backward(self, layer: int, batch: MicroBatch, gradient: Tensor) -> None:
         b, spec, tokens = self.backend, self.spec, gradient.shape[0]
         weight, operand, width = self.parameters.weight, self.parameters.operand, spec.heads * spec.head_size
+        self._at(batch, f"layer {layer}, attention, backward")
         d_y = b.to_operand(gradient, self.precision, self._operand("d_out", tokens, spec.hidden_size))
         out = self._operand(f"{layer}.attention", tokens, width)
         d_attention = b.matmul(d_y, operand[f"{layer}.o"], out=self._operand("d_attention", tokens, width))
@@ -432,6 +440,11 @@ class Model:
             self._dense(key, g, fill)
 
     # ---- helpers -------------------------------------------------------------------------------------------------------
+
+    def _at(self, batch: MicroBatch, what: str) -> None:
+        """Say what the operations to come are, for a trace."""
+        first, count = batch.first_group, len(self._groups(batch))
+        self.backend.place = f"{what}, " + (f"group {first}" if count == 1 else f"groups {first} to {first + count - 1}")
 
     def _gradient(self, key: str) -> Tensor:
         return self.parameters.gradient[key]

@@ -53,6 +53,23 @@ def test_every_operation_is_mirrored() -> None:
         assert [(n, t) for n, t, *_ in mirror._fields_] == STRUCTS[struct], operation
 
 
+def test_the_outputs_are_the_pointers_that_are_not_const() -> None:
+    """So that a trace of a step misses nothing that an operation writes."""
+    written: dict[str, tuple[str, ...]] = {}
+    for body, name in re.findall(r"typedef struct\s*\{(.*?)\}\s*(\w+);", HEADER, flags=re.DOTALL):
+        declarations = [" ".join(d.split()) for d in body.split(";")]
+        names = [f for d in declarations if d and not d.startswith("const ") for f in d.split(" ", 1)[1].split(",")]
+        written[name] = tuple(f.strip().removeprefix("*") for f in names if f.strip().startswith("*"))
+    declared = dict(re.findall(r"MOK_API mok_status (mok_\w+)\(mok_context \*, (?:const )?(\w+) \*\);", HEADER))
+    host = {"mok_permutation", "mok_philox", "mok_scalar"}
+    assert abi.OUTPUTS == {operation: written[struct] for operation, struct in declared.items() if operation not in host}
+    assert all(set(fields) <= set(abi.OUTPUTS[operation]) for operation, fields in abi.UPDATED.items())
+    # A field that the header says is added to, or kept where nothing is wrong.
+    header = (CSRC / "include" / "mok.h").read_text()
+    for words in ("becomes row +", "becomes grad_weight +", "never cleared", "added to", "+= round"):
+        assert words in header, words
+
+
 def test_the_options_are_mirrored() -> None:
     assert [(n, t) for n, t, *_ in abi.ContextOptions._fields_] == STRUCTS["mok_context_options"]
 

@@ -76,8 +76,9 @@ class Plan:
         return sum(min(max((last or 0) - s.start, 0), s.steps) for s in self.segments)
 
     def rest(self, last: int | None) -> tuple[Segment, ...]:
-        """The segments that aren't wholly on file yet: each of them is replayed from its start."""
-        return tuple(s for s in self.segments if last is None or s.end > last)
+        """The segments to go on with: the one that `last` lies in is replayed from its start, and so is one that ends there, since
+        its final state may not have been compared."""
+        return tuple(s for s in self.segments if last is None or s.end >= last)
 
     def document(self) -> dict[str, Any]:
         """As it's stored, shown and signed."""

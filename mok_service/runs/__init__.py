@@ -32,6 +32,7 @@ from mok_service.runs.reading import (
     list_runs,
     logs,
     nodes,
+    plan_of_audit,
     provenance,
     steps,
     verifications,
@@ -62,6 +63,7 @@ __all__ = [
     "Verification", "append", "attempts", "attest", "cancel", "checkpoint_deleted", "checkpoints", "claim", "count_by_status",
     "end_leases_of_earlier_boots", "events", "finish", "get_attestation", "get_quota", "get_run", "get_verdict_attestation",
     "get_verification", "judge", "leased_attempts", "list_runs", "log_entries", "log_head", "log_proof", "logs",
-    "mark_running", "mark_starting", "nodes", "pause", "provenance", "reap", "release", "renew", "report_nodes", "resume",
+    "mark_running", "mark_starting", "nodes", "pause", "plan_of_audit", "provenance", "reap", "release", "renew",
+    "report_nodes", "resume",
     "set_quota", "signing_keys", "standings", "steps", "unattested", "verifications", "with_standing",
 ]

@@ -163,8 +163,8 @@ class Attempt:
 
     def _run(self) -> None:
         try:
-            final = self._train()
-            assert final is not None or self.stop_wanted() is not None, "a training that nobody stopped ends with a checkpoint"
+            done, final = self._train()
+            assert done or self.stop_wanted() is not None, "what nobody stopped reaches its last step"
         except Abandoned:
             self._end("stopped")
         except Exception as error:
@@ -173,10 +173,10 @@ class Attempt:
             self.log(trace[-LINE_LENGTH_MAX:], "error")
             self._end("failed", failure=failure)
         else:
-            self._end("stopped" if final is None else "done", final=final)
+            self._end("done" if done else "stopped", final=final)
 
-    def _train(self) -> CheckpointInfo | None:
-        """The final checkpoint, or None when it was stopped before."""
+    def _train(self) -> tuple[bool, CheckpointInfo | None]:
+        """Whether it came to its end, and the final checkpoint, which an audit doesn't have."""
         payload = self._payload
         training = self._opens(payload, self)
         with self._changed:
@@ -185,10 +185,12 @@ class Attempt:
             self._changed.notify_all()
         if training.resumed_from is not None:
             self.log(f"resumed from the checkpoint after step {training.resumed_from}", step=training.resumed_from)
+        reached = payload.last_step
         for record in training.records():
             self._put(record)
-        last = int(payload.job["training"]["steps"])
-        return next((c for c in training.checkpoints() if c.step == last), None)
+            reached = record.step
+        final = next((c for c in training.checkpoints() if c.step == payload.final_step), None)
+        return (final is not None if payload.segments is None else reached == payload.final_step), final
 
     def _put(self, record: StepRecord) -> None:
         with self._changed:
@@ -213,7 +215,7 @@ def classify(error: Exception) -> Failure:
     message = f"{type(error).__name__}: {error}" if not isinstance(error, TrainingFailed) else error.message
     if isinstance(error, TrainingFailed):
         reason = error.detail.get("reason", error.code)
-        return Failure("failed", message, reason if reason in STOP_REASONS else "internal")
+        return Failure("failed", message, reason if reason in STOP_REASONS else "internal", error.detail.get("finding"))
     if isinstance(error, LibraryUnusable):
         return Failure("failed", error.message, "library_unusable")
     if isinstance(error, InvalidSpec | Unrunnable):

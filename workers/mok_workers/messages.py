@@ -8,9 +8,11 @@ from typing import Any, Final, Literal
 
 from mok_service.lifecycle import AttemptEnd, StopReason
 from mok_service.placement import Devices
+from mok_service.provenance.audit import Segment
 from mok_service.provenance.chain import StepRecord
 from mok_service.provenance.checkpoint import CheckpointInfo
 from mok_service.provenance.manifest import DataManifest
+from mok_service.provenance.verify import Finding
 
 RECORDS_A_REPLY_MAX: Final = 256
 LINES_A_REPLY_MAX: Final = 256
@@ -29,6 +31,12 @@ class Payload:
     on_record: tuple[CheckpointInfo, ...]  # checkpoints on file: one that says anything else of itself is damaged
     lease_seconds: float
     devices: Devices
+    segments: tuple[Segment, ...] | None = None  # an audit: what it replays; folder and checkpoints are the audited run's
+
+    @property
+    def final_step(self) -> int:
+        """The step whose record is the last."""
+        return int(self.job["training"]["steps"]) if self.segments is None else self.segments[-1].end
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +77,15 @@ class Failure:
     end: AttemptEnd
     message: str
     reason: StopReason | None = None
+    finding: Finding | None = None   # of an audit: what it shows about the audited run
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
     """What came after `Seen`: records in order of steps, each checkpoint with or after its record.
 
-    `status` other than running comes with the last of everything: `done` (with the final checkpoint), `stopped`, `failed`.
+    `status` other than running comes with the last of everything: `done` (a training: with the final checkpoint), `stopped`,
+    `failed`.
     """
 
     started: Started | None

@@ -4,21 +4,60 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
+
+from torch import Tensor
 
 from mok_service.environment import environment, gpus
 from mok_service.errors import Tampered
 from mok_service.kernels import load_backend
+from mok_service.kernels.native import NativeBackend
 from mok_service.provenance.chain import StepRecord
 from mok_service.provenance.checkpoint import CheckpointInfo
-from mok_service.spec import parse_job
+from mok_service.provenance.manifest import DataManifest
+from mok_service.spec import JobSpec, parse_job
 from mok_service.training.checkpoint import CheckpointStore, folder_name
-from mok_service.training.data import open_corpus
+from mok_service.training.data import Corpus, open_corpus
 from mok_service.training.hugging_face import initial_weights
 from mok_service.training.loop import Trainer
-from mok_workers.attempt import Control
+from mok_workers.attempt import Control, Training
 from mok_workers.messages import Payload
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What an attempt computes with: its job, data, kernels and checkpoints, and what the record says of this machine."""
+
+    job: JobSpec
+    corpus: Corpus
+    backend: NativeBackend
+    store: CheckpointStore
+    initial_weights: Mapping[str, Tensor] | None
+    environment: dict[str, Any]
+    placement: dict[str, Any]
+
+    @property
+    def manifest(self) -> DataManifest:
+        return self.corpus.manifest
+
+    @classmethod
+    def of(cls, payload: Payload, control: Control) -> Self:
+        job = parse_job(payload.job)
+        roots = [Path(root) for root in payload.data_roots]
+        corpus = open_corpus(job.training.data, roots, job.training.model.vocabulary_size, payload.manifest)
+        manifest = corpus.manifest
+        control.log(f"data: {len(manifest.files):,} files, {manifest.tokens:,} tokens, {manifest.digest()}")
+        backend = load_backend(job.execution.device, threads=job.execution.threads, own_stream=True)
+        placement = {
+            "host": socket.gethostname(), "pid": os.getpid(), "rank": 0, "cpus": payload.devices.cpus,
+            "gpus": [gpu.uuid for gpu in gpus()] if payload.devices.gpus else [],
+        }
+        store = CheckpointStore(Path(payload.checkpoints))
+        start = initial_weights(job, roots, store.root.parent)
+        return cls(job, corpus, backend, store, start, environment() | {"kernels": backend.info()}, placement)
 
 
 class NativeTraining:
@@ -26,24 +65,15 @@ class NativeTraining:
 
     def __init__(self, payload: Payload, control: Control) -> None:
         self._control = control
-        job = parse_job(payload.job)
-        roots = [Path(root) for root in payload.data_roots]
-        corpus = open_corpus(job.training.data, roots, job.training.model.vocabulary_size, payload.manifest)
-        self.manifest = corpus.manifest
-        control.log(f"data: {len(self.manifest.files):,} files, {self.manifest.tokens:,} tokens, {self.manifest.digest()}")
-        backend = load_backend(job.execution.device, threads=job.execution.threads, own_stream=True)
-        self.environment = environment() | {"kernels": backend.info()}
-        self.placement = {
-            "host": socket.gethostname(), "pid": os.getpid(), "rank": 0, "cpus": payload.devices.cpus,
-            "gpus": [gpu.uuid for gpu in gpus()] if payload.devices.gpus else [],
-        }
-        self._store = CheckpointStore(Path(payload.checkpoints))
+        opened = Opened.of(payload, control)
+        self.manifest, self.environment, self.placement = opened.manifest, opened.environment, opened.placement
+        self._store = store = opened.store
         # Steps that nobody has on record are computed again, even where a checkpoint reaches further: the chain has no gap.
         at_most = -1 if payload.last_step is None else payload.last_step
-        start = initial_weights(job, roots, self._store.root.parent)
         self._trainer = whole_trainer(
-            self._store, at_most, payload.on_record, control,
-            lambda limit: Trainer(job, corpus, backend, self._store, resume_at_most=limit, initial_weights=start),
+            store, at_most, payload.on_record, control,
+            lambda limit: Trainer(opened.job, opened.corpus, opened.backend, store, resume_at_most=limit,
+                                  initial_weights=opened.initial_weights),
         )
         self.resumed_from = self._trainer.step if self._trainer.record_zero is None else None
 
@@ -70,9 +100,13 @@ class NativeTraining:
         return {step}
 
 
-def open_training(payload: Payload, control: Control) -> NativeTraining:
-    """What the service's attempts run."""
-    return NativeTraining(payload, control)
+def open_training(payload: Payload, control: Control) -> Training:
+    """What the service's attempts run: a training, or an audit of one."""
+    if payload.segments is None:
+        return NativeTraining(payload, control)
+    from mok_workers.auditing import AuditTraining  # which builds on this module
+
+    return AuditTraining(payload, control, payload.segments)
 
 
 def whole_trainer(

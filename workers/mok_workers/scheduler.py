@@ -287,11 +287,13 @@ class Scheduler:
             return
         assert len(placed) == 1, "a run of several devices is refused at submit"
         spec = {"training": job.training.model_dump(mode="json"), "execution": run.execution.model_dump(mode="json")}
+        plan = runs.plan_of_audit(self._db, run)
+        whose = run.id if plan is None else run.reproduces or run.id  # an audit reads the audited run's checkpoints
         payload = Payload(
             name=attempt_name(lease), job=spec, data_roots=tuple(map(str, self._settings.data_roots)),
-            checkpoints=str(self._settings.checkpoints(run.id)), manifest=job.manifest, last_step=run.step,
-            on_record=tuple(stored.info for stored in runs.checkpoints(self._db, run.id, run.tenant)),
-            lease_seconds=lease.lease_seconds, devices=placed[0].devices,
+            checkpoints=str(self._settings.checkpoints(whose)), manifest=job.manifest, last_step=run.step,
+            on_record=tuple(stored.info for stored in runs.checkpoints(self._db, whose, run.tenant)),
+            lease_seconds=lease.lease_seconds, devices=placed[0].devices, segments=None if plan is None else plan.rest(run.step),
         )
         try:
             runs.mark_starting(self._db, lease, now)
@@ -365,12 +367,13 @@ def ending_of(reply: Reply) -> Ending:
     if reply.status == "stopped":
         return stopped_for("user_paused", None)
     if reply.status == "done":
-        assert reply.final is not None
+        if reply.final is None:  # an audit
+            return Finish(Outcome("succeeded", "finished"))
         return Finish(Outcome("succeeded", "finished", weights=reply.final.state.weights, head=reply.final.head))
     assert reply.failure is not None
     if reply.failure.reason is None:
         return Release(reply.failure.end, reply.failure.message)
-    return Finish(Outcome("failed", reply.failure.reason, reply.failure.message))
+    return Finish(Outcome("failed", reply.failure.reason, reply.failure.message, finding=reply.failure.finding))
 
 
 def log_line(line: Line) -> LogLine:

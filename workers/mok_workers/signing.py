@@ -1,4 +1,4 @@
-"""Signing the records of runs that have ended: a thread beside the scheduler, in the one process that has the key.
+"""Signing the records of runs that have ended, and verdicts: a thread beside the scheduler, in the one process that has the key.
 
 A long record takes seconds to read and digest, so it isn't the scheduler's tick that does it. What isn't signed when the process
 dies is signed by the next one.
@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
 
 from mok_service import runs
 from mok_service.db.session import Database
@@ -16,30 +20,44 @@ from mok_workers.scheduler import DATABASE_TROUBLE
 
 log = logging.getLogger("mok.signing")
 
+RETRY_SECONDS: Final = 2.0         # after a first failure; doubles with each further one
+RETRY_SECONDS_MAX: Final = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """What couldn't be signed: how often it was tried, and when it's tried again."""
+
+    times: int
+    retry_at: float
+
 
 class Signer:
-    """Attests runs one by one, in the order in which they ended."""
+    """Attests runs and verdicts one by one, in the order in which they ended. The clock is passed in for tests."""
 
-    def __init__(self, db: Database, key: SigningKey) -> None:
-        self._db, self._key = db, key
-        self._given_up: set[str] = set()  # their fault is in the log; the next boot tries them again
+    def __init__(self, db: Database, key: SigningKey, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._db, self._key, self._monotonic = db, key, monotonic
+        self._failed: dict[str, _Failed] = {}
 
     def tick(self) -> int:
-        """Attest what has ended by now; how many runs that were. One run's trouble is not another's. Raises only when the
-        database can't be reached."""
-        signed = 0
-        for run_id, tenant in runs.unattested(self._db, 100 + len(self._given_up)):
-            if run_id in self._given_up:
+        """Attest what has ended by now; how much that was. One run's trouble is not another's: it's tried again, less and less
+        often. Raises only when the database can't be reached."""
+        signed, now = 0, self._monotonic()
+        for ended, tenant in runs.unattested(self._db, 100 + len(self._failed)):
+            failed = self._failed.get(ended, _Failed(0, now))
+            if failed.retry_at > now:
                 continue
             try:
-                made = runs.attest(self._db, self._key, run_id, tenant)
+                made = runs.attest(self._db, self._key, ended, tenant)
             except DATABASE_TROUBLE:
                 raise
             except Exception:
-                log.exception("%s can't be attested", run_id)
-                self._given_up.add(run_id)
+                wait = min(RETRY_SECONDS * 2.0 ** min(failed.times, 16), RETRY_SECONDS_MAX)
+                log.exception("%s can't be attested; trying again in %g s", ended, wait)
+                self._failed[ended] = _Failed(failed.times + 1, now + wait)
             else:
-                log.info("%s is attested: entry %d of the log", run_id, made.log_index)
+                log.info("%s is attested: entry %d of the log", ended, made.log_index)
+                self._failed.pop(ended, None)
                 signed += 1
         return signed
 

@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar, Final, Self
 from urllib.parse import quote
@@ -126,8 +127,16 @@ class Client:
         return self._json("GET", f"/v1/runs/{_part(run_id)}")
 
     def runs(self, **filters: Any) -> dict[str, Any]:
-        """One page. Filters: status, job, digest, cursor, limit."""
+        """One page. Filters: status, job, digest, kind, name, model, seed, parent, since, until, cursor, limit."""
         return self._json("GET", "/v1/runs", params=_given(filters))
+
+    def lineage(self, run_id: str, depth: int = 5) -> dict[str, Any]:
+        """What the run came from, and what came from it: {"nodes": [...], "edges": [...], "truncated": ...}."""
+        return self._json("GET", f"/v1/runs/{_part(run_id)}/lineage", params={"depth": depth})
+
+    def find_digest(self, digest: str) -> dict[str, Any]:
+        """What produced or used a digest: {"items": [...], "truncated": ...}."""
+        return self._json("GET", f"/v1/digests/{_part(digest)}")
 
     def act(self, run_id: str, action: str) -> dict[str, Any]:
         """cancel, pause or resume: the run as it's now."""
@@ -185,9 +194,24 @@ class Client:
 
     # Verifications
 
-    def verify(self, run_id: str, level: str) -> dict[str, Any]:
-        """Ask the service to verify a run by itself: level check."""
-        return self._json("POST", "/v1/verifications", content=json.dumps({"run": run_id, "level": level}))
+    def verify(self, run_id: str, level: str = "check", *, segments: int | None = None, seed: int | None = None,
+               execution: Mapping[str, Any] | None = None, key: str | None = None) -> dict[str, Any]:
+        """Have the service verify a run. check: done when this returns. audit: so many drawn segments are computed again; rerun: all
+        of it: queued, and carried out by the run that `executed_by` names; see `verification` and `events`."""
+        body = {"run": run_id, "level": level, "segments": segments, "seed": seed, "execution": execution}
+        return self._create("/v1/verifications", json.dumps(_given(body)), key)
+
+    def verification(self, verification_id: str) -> dict[str, Any]:
+        """One verification: `status`, `progress`, and `verdict` once it has ended."""
+        return self._json("GET", f"/v1/verifications/{_part(verification_id)}")
+
+    def cancel_verification(self, verification_id: str) -> dict[str, Any]:
+        """End a verification without a verdict."""
+        return self._json("POST", f"/v1/verifications/{_part(verification_id)}/cancel", content=b"{}")
+
+    def verdict_attestation(self, verification_id: str) -> dict[str, Any]:
+        """What was signed about the verdict of an audit or a rerun. NotFound while there is none."""
+        return self._json("GET", f"/v1/verifications/{_part(verification_id)}/attestation")
 
     def events(self, run_id: str, after: int = 0) -> Iterator[dict[str, Any]]:
         """Every event of a run from number `after` + 1 on, as it happens, until the run has ended.
@@ -334,7 +358,8 @@ def _kinds(root: type[MokError]) -> Iterator[type[MokError]]:
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
+    return {name: value.isoformat() if isinstance(value, datetime) else value for name, value in values.items()
+            if value is not None}
 
 
 def _part(text: str) -> str:

@@ -9,16 +9,21 @@ from typing import Any
 
 from fastapi import Depends, FastAPI
 
-from mok_api import errors, page
+from mok_api import access, errors, page
+from mok_api.access import Door, authorize
 from mok_api.docs import refusals, request_schemas
 from mok_api.events import Streams
 from mok_api.guard import Guard
+from mok_api.metrics import Metrics
+from mok_api.observe import Observer
 from mok_api.parameters import known_parameters
-from mok_api.routes import checkpoints, jobs, log, operations, runs, verifications
+from mok_api.routes import access as keys
+from mok_api.routes import audit, checkpoints, digests, jobs, lineage, log, operations, runs, verifications, webhooks
 from mok_service.db.session import Database
 from mok_service.settings import Settings
 
-ROUTERS = tuple(module.router for module in (jobs, runs, checkpoints, verifications, log, operations, page))
+ROUTERS = tuple(module.router for module in (jobs, runs, checkpoints, verifications, digests, lineage, log, keys, webhooks,
+                                                 audit, operations, page))
 DESCRIPTION = """Training jobs for Mixture-of-Experts models whose results are the same bits everywhere, with a record that
 anyone can check. A job is what was asked; a run is one execution of it; every step leaves a record. Ids are opaque; times are
 UTC; integers are exact; lists are newest first and paged by `cursor`. Errors have one form: `{"error": {"code", "message",
@@ -29,15 +34,18 @@ def create_app(db: Database, settings: Settings) -> FastAPI:
     """The application on an upgraded database. Before its server is told to stop, set `app.state.streams.stopping`."""
     app = FastAPI(
         title="MoK service", version=_version(), description=DESCRIPTION, docs_url=None, redoc_url=None,
-        redirect_slashes=False, lifespan=_lifespan, dependencies=[Depends(known_parameters)],
-        responses=refusals(403, 421, 422),
+        redirect_slashes=False, lifespan=_lifespan, dependencies=[Depends(authorize), Depends(known_parameters)],
+        responses=refusals(401, 403, 414, 421, 422, 429, 431, 503),
     )
-    app.state.db, app.state.settings = db, settings
-    app.state.streams = Streams(settings.event_streams_max, settings.event_seconds)
+    app.state.db, app.state.settings, app.state.metrics = db, settings, Metrics()
+    app.state.streams = Streams(settings.event_streams_max, settings.event_streams_tenant_max, settings.event_seconds)
+    app.state.door = Door(settings)
     for router in ROUTERS:
+        access.check_every_route(router.routes)
         app.include_router(router)
     errors.install(app)
     app.add_middleware(Guard, hosts=settings.hosts())
+    app.add_middleware(Observer, settings=settings, metrics=app.state.metrics)
     _complete_description(app)
     return app
 
@@ -49,12 +57,13 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 def _complete_description(app: FastAPI) -> None:
-    """Add the schemas of the bodies that routes read by themselves."""
+    """Add the schemas of the bodies that routes read by themselves, and who may call what."""
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
         described = generate()
         described["components"]["schemas"] = request_schemas() | described["components"]["schemas"]
+        access.describe(described)
         return described
 
     app.openapi = openapi  # type: ignore[method-assign]

@@ -7,16 +7,20 @@ from typing import Annotated, Final
 
 from fastapi import Depends, Path, Query, Request
 from fastapi.routing import APIRoute
+from pydantic import AwareDatetime
 
 from mok_api.errors import InvalidRequest, short
 from mok_service.db.session import Database
 from mok_service.lifecycle import RunStatus
+from mok_service.runs.lineage import DEPTH_MAX
+from mok_service.runs.types import RunKind
 from mok_service.settings import Settings
+from mok_service.spec import SEED_MAX, Preset
 
 INTEGER_MAX: Final = 2**63 - 1
 PAGE_MAX: Final = 200
 ITEMS_MAX: Final = 1000
-_DIGEST: Final = r"^(sha256|blake3):[0-9a-f]{64}$"
+_DIGEST: Final = r"^((sha256|blake3):)?[0-9a-f]{64}$"
 
 
 async def database(request: Request) -> Database:
@@ -65,5 +69,18 @@ AfterNumber = Annotated[int, Query(ge=0, le=INTEGER_MAX, description="Only what 
 Status = Annotated[RunStatus | None, Query(description="Only runs in this state.")]
 OfJob = Annotated[str | None, Query(alias="job", max_length=100, pattern=r"^[\x21-\x7e]+$", description="Only runs of this job.")]
 OfDigest = Annotated[str | None, Query(alias="digest", pattern=_DIGEST, description="Only what has this digest.")]
-DigestPart = Annotated[str, Path(pattern=_DIGEST, description="A digest.", examples=["sha256:" + "0" * 64])]
+DigestPart = Annotated[str, Path(pattern=_DIGEST, description="A digest; 64 hex digits alone are a sha256.",
+                                 examples=["sha256:" + "0" * 64])]
 Name = Annotated[str | None, Query(max_length=100, pattern=r"^[^\x00-\x1f\x7f]+$", description="Only jobs of this name.")]
+JobName = Annotated[str | None, Query(alias="name", max_length=100, pattern=r"^[^\x00-\x1f\x7f]+$",
+                                      description="Only runs of jobs of this name.")]
+Kind = Annotated[RunKind | None, Query(description="Only runs of this kind.")]
+OfModel = Annotated[Preset | None, Query(alias="model", description="Only runs of models with the sizes of this preset.")]
+Seed = Annotated[int | None, Query(ge=0, le=SEED_MAX, description="Only runs with this seed.")]
+Parent = Annotated[str | None, Query(max_length=100, pattern=r"^[\x21-\x7e]+$",
+                                     description="Only runs that reproduce this one, or started from its weights.")]
+Since = Annotated[AwareDatetime | None, Query(description="Only what was made at this time or later.",
+                                              examples=["2026-12-01T10:00:00Z"])]
+Until = Annotated[AwareDatetime | None, Query(description="Only what was made before this time.",
+                                              examples=["2026-12-02T10:00:00Z"])]
+Depth = Annotated[int, Query(ge=0, le=DEPTH_MAX, description="How many runs away from this one.")]

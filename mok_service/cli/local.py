@@ -54,6 +54,12 @@ class Local:
         page = runs.list_runs(self._db, **filters)
         return {"items": runs.with_standing(self._db, page.items), "next_cursor": page.next_cursor}
 
+    def lineage(self, run_id: str, depth: int = 5) -> dict[str, Any]:
+        return runs.lineage_of(self._db, run_id, depth)
+
+    def find_digest(self, digest: str) -> dict[str, Any]:
+        return runs.find_digest(self._db, digest).as_dict()
+
     def steps(self, run_id: str, after: int = -1) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
         while page := runs.steps(self._db, run_id, after, ITEMS_MAX):
@@ -79,6 +85,9 @@ class Local:
 
     def attestation(self, run_id: str) -> dict[str, Any]:
         return runs.get_attestation(self._db, run_id).as_dict()
+
+    def verdict_attestation(self, verification_id: str) -> dict[str, Any]:
+        return runs.get_verdict_attestation(self._db, verification_id).as_dict()
 
     def signing_keys(self) -> list[dict[str, Any]]:
         return runs.signing_keys(self._db)

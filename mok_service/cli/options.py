@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -63,3 +65,18 @@ def run_id(source: Client | Local, text: str) -> str:
     if not newest:
         raise NotFound("there are no runs yet")
     return str(newest[0]["id"])
+
+
+def point_in_time(text: str | None, option: str) -> datetime | None:
+    """The time that an option names: a date or a time (without a zone this machine's), or 90m, 12h, 7d ago."""
+    if text is None:
+        return None
+    try:
+        ago = re.fullmatch(r"([0-9]{1,6})([mhd])", text)
+        if ago is None:
+            return datetime.fromisoformat(text).astimezone(UTC)
+        unit = {"m": timedelta(minutes=1), "h": timedelta(hours=1), "d": timedelta(days=1)}[ago[2]]
+        return datetime.now(UTC) - int(ago[1]) * unit
+    except (ValueError, OverflowError):
+        raise typer.BadParameter(f"{text!r} is no time; allowed: 2026-12-01, 2026-12-01T10:00, or 90m, 12h, 7d ago",
+                                 param_hint=option) from None

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mok_service.cli.options import DATA_DIR, AsJson, DataDir, RunArgument, Url, reader, run_id, service
+from mok_service.cli.options import DATA_DIR, AsJson, DataDir, RunArgument, Url, point_in_time, reader, run_id, service
 
 
 def add_to(app: typer.Typer) -> None:
@@ -25,6 +25,15 @@ def list_runs(
     status: Annotated[str | None, typer.Option(metavar="STATUS", help="Only runs in this state.")] = None,
     job: Annotated[str | None, typer.Option(metavar="JOB", help="Only runs of this job.")] = None,
     digest: Annotated[str | None, typer.Option(metavar="DIGEST", help="Only runs that produced or used this digest.")] = None,
+    kind: Annotated[str | None, typer.Option(metavar="KIND", help="Only original, reproduction or audit.")] = None,
+    name: Annotated[str | None, typer.Option(metavar="NAME", help="Only runs of jobs of this name.")] = None,
+    model: Annotated[str | None, typer.Option(metavar="PRESET", help="Only models with the sizes of this preset.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="Only runs with this seed.")] = None,
+    parent: Annotated[str | None, typer.Option(metavar="RUN", help="Only reproductions of this run, and runs that started from "
+                                                                    "its weights.")] = None,
+    since: Annotated[str | None, typer.Option(metavar="TIME", help="Only runs made then or later: 2026-12-01, "
+                                              "2026-12-01T10:00, or 90m, 12h, 7d ago.")] = None,
+    until: Annotated[str | None, typer.Option(metavar="TIME", help="Only runs made before then.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=200, help="How many; the newest first.")] = 20,
     cursor: Annotated[str | None, typer.Option(metavar="CURSOR", help="Go on after the page that gave this cursor.")] = None,
     url: Url = None, data_dir: DataDir = DATA_DIR, as_json: AsJson = False,
@@ -32,11 +41,19 @@ def list_runs(
     """List runs, the newest first."""
     from mok_service import render
     from mok_service.lifecycle import STATUSES
+    from mok_service.runs.types import RUN_KINDS
+    from mok_service.spec import PRESETS
 
     if status is not None and status not in STATUSES:
         raise typer.BadParameter(f"{status!r} is no state; allowed: {', '.join(STATUSES)}", param_hint="--status")
+    if kind is not None and kind not in RUN_KINDS:
+        raise typer.BadParameter(f"{kind!r} is no kind; allowed: {', '.join(RUN_KINDS)}", param_hint="--kind")
+    if model is not None and model not in PRESETS:
+        raise typer.BadParameter(f"{model!r} is no preset; allowed: {', '.join(PRESETS)}", param_hint="--model")
+    times = {"since": point_in_time(since, "--since"), "until": point_in_time(until, "--until")}
     with reader(url, data_dir) as source:
-        page = source.runs(status=status, job=job, digest=digest, limit=limit, cursor=cursor)
+        page = source.runs(status=status, job=job, digest=digest, kind=kind, name=name, model=model, seed=seed,
+                           parent=None if parent is None else run_id(source, parent), limit=limit, cursor=cursor, **times)
     if as_json:
         render.print_json(page)
     else:

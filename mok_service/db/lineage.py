@@ -219,6 +219,14 @@ def sources_by_weights(tx: Connection, tenant: str, ids: Sequence[str], limit: i
     return _all(tx, query.order_by(runs.c.id, checkpoints.c.run_id, checkpoints.c.step).limit(limit))
 
 
+def step_of_weights(tx: Connection, run_id: str, weights: Digest | None) -> int | None:
+    """The step of a run's checkpoint with these weights."""
+    t = checkpoints
+    query = select(t.c.step).where(t.c.run_id == run_id, t.c.weights == weights).order_by(t.c.step).limit(1)
+    step: int | None = tx.execute(query).scalar()
+    return step
+
+
 def libraries_of(tx: Connection, ids: Sequence[str]) -> list[Row]:
     """Run, name and digest of the native libraries that attempts of these runs have loaded."""
     t = digest_uses

@@ -21,6 +21,7 @@ from mok_service.runs.attesting import (
 from mok_service.runs.clusters import report_nodes
 from mok_service.runs.judging import judge
 from mok_service.runs.leases import claim, finish, mark_running, mark_starting, release, renew
+from mok_service.runs.lineage import find_digest, lineage_of
 from mok_service.runs.quotas import Quota, get_quota, set_quota
 from mok_service.runs.reading import (
     attempts,
@@ -61,9 +62,10 @@ __all__ = [
     "AppendResult", "Attempt", "Attestation", "Capacity", "CheckpointFile", "CheckpointInfo", "Event", "Lease", "LogEntry",
     "LogLine", "Node", "Outcome", "Page", "Quota", "Run", "Standing", "StoredCheckpoint", "StoredLog", "StoredStep",
     "Verification", "append", "attempts", "attest", "cancel", "checkpoint_deleted", "checkpoints", "claim", "count_by_status",
-    "end_leases_of_earlier_boots", "events", "finish", "get_attestation", "get_quota", "get_run", "get_verdict_attestation",
-    "get_verification", "judge", "leased_attempts", "list_runs", "log_entries", "log_head", "log_proof", "logs",
-    "mark_running", "mark_starting", "nodes", "pause", "plan_of_audit", "provenance", "reap", "release", "renew",
-    "report_nodes", "resume",
-    "set_quota", "signing_keys", "standings", "steps", "unattested", "verifications", "with_standing",
+    "end_leases_of_earlier_boots", "events", "find_digest", "finish", "get_attestation", "get_quota", "get_run",
+    "get_verdict_attestation", "get_verification", "judge", "leased_attempts", "lineage_of", "list_runs", "log_entries",
+    "log_head", "log_proof", "logs", "mark_running", "mark_starting", "nodes", "pause", "plan_of_audit", "provenance", "reap",
+    "release", "renew",
+    "report_nodes", "resume", "set_quota", "signing_keys", "standings", "steps", "unattested",
+    "verifications", "with_standing",
 ]

@@ -1,4 +1,4 @@
-"""What operators look at: nodes, health, metrics; and where a digest occurs."""
+"""What operators look at: nodes, health, metrics."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from mok_api import schemas
 from mok_api.answer import Json
 from mok_api.docs import Responses, refusals
 from mok_api.events import Streams
-from mok_api.parameters import PAGE_MAX, Db, DigestPart
-from mok_service import jobs, runs
+from mok_api.parameters import Db
+from mok_service import runs
 from mok_service.db.session import check_schema
 
 router = APIRouter(tags=["operations"])
@@ -21,15 +21,6 @@ _METRICS: Responses = {200: {
     "description": "Prometheus text.",
     "content": {"text/plain": {"schema": {"type": "string"}, "example": 'mok_runs{status="running"} 1\n'}},
 }}
-
-
-@router.get("/v1/digests/{digest}", response_model=schemas.Uses)
-def find_digest(db: Db, digest: DigestPart) -> Json:
-    """What produced or used a digest: training spec, data manifest, final weights, a checkpoint's weights, or chain head. The
-    newest come first; the lists of jobs and runs take the same digest, and have pages."""
-    found_jobs = jobs.list_jobs(db, digest=digest, limit=PAGE_MAX).items
-    found_runs = runs.list_runs(db, digest=digest, limit=PAGE_MAX).items
-    return Json({"digest": digest, "jobs": [job.as_dict() for job in found_jobs], "runs": [run.as_dict() for run in found_runs]})
 
 
 @router.get("/v1/nodes", response_model=schemas.NodeItems)

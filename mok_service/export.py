@@ -5,6 +5,7 @@
     attestation.json     the signed envelope
     log.json             where the log has it: index, size, inclusion proof, signed head
     key.pem              the public keys of the service. They prove nothing: get the key that you trust another way
+    verifications/ID/    attestation.json and log.json of the verdict of each audit and rerun
     checkpoints/STEP/    the checkpoints' files
 """
 
@@ -15,11 +16,12 @@ import json
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from mok_service.errors import Conflict, InvalidSpec, NotFound, Tampered
-from mok_service.provenance.attested import Evidence, check_attestation, worst
+from mok_service.provenance.attested import Evidence, check_attestation, check_verdict, worst
 from mok_service.provenance.digest import sha256_file
 from mok_service.provenance.keys import PublicKey
 from mok_service.provenance.measure import measure
@@ -27,8 +29,8 @@ from mok_service.provenance.tree import open_head
 from mok_service.provenance.verify import Finding, check
 
 EXPORT_TYPE: Final = "mok.export/v1"
-MANIFEST, RECORD, ATTESTATION, LOG, KEYS, CHECKPOINTS = (
-    "export.json", "record.json", "attestation.json", "log.json", "key.pem", "checkpoints",
+MANIFEST, RECORD, ATTESTATION, LOG, KEYS, CHECKPOINTS, VERIFICATIONS = (
+    "export.json", "record.json", "attestation.json", "log.json", "key.pem", "checkpoints", "verifications",
 )
 CHUNK_BYTES: Final = 1 << 20
 
@@ -38,6 +40,7 @@ class Source(Protocol):
 
     def provenance(self, run_id: str) -> dict[str, Any]: ...
     def attestation(self, run_id: str) -> dict[str, Any]: ...
+    def verdict_attestation(self, verification_id: str) -> dict[str, Any]: ...
     def log_head(self) -> dict[str, Any]: ...
     def log_proof(self, size: int, *, index: int | None = None, old_size: int | None = None) -> list[str]: ...
     def signing_keys(self) -> list[dict[str, Any]]: ...
@@ -49,12 +52,21 @@ def evidence_of(source: Source, run_id: str) -> Evidence:
 
     Raises NotFound when it isn't attested, Tampered when the log can't prove it.
     """
-    attestation, head = source.attestation(run_id), source.log_head()
+    return _proven(source, source.attestation(run_id), run_id)
+
+
+def evidence_of_verdict(source: Source, verification_id: str) -> Evidence:
+    """The same for the verdict of an audit or a rerun."""
+    return _proven(source, source.verdict_attestation(verification_id), verification_id)
+
+
+def _proven(source: Source, attestation: Mapping[str, Any], what: str) -> Evidence:
+    head = source.log_head()
     size = open_head(head, {}).size
     try:
         proof = source.log_proof(size, index=attestation["log_index"])
     except InvalidSpec as error:
-        raise Tampered(f"the log can't prove the attestation of {run_id}: {error.message}", field="log.proof") from None
+        raise Tampered(f"the log can't prove the attestation of {what}: {error.message}", field="log.proof") from None
     return Evidence.of(attestation, head, size, proof)
 
 
@@ -69,6 +81,7 @@ def write_export(source: Source, run_id: str, folder: Path) -> dict[str, Any]:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise Conflict(f"{folder} is there already and isn't empty; choose another folder", folder=str(folder))
     evidence, record = evidence_of(source, run_id), source.provenance(run_id)
+    verdicts = {row["id"]: evidence_of_verdict(source, row["id"]) for row in signed_verdicts(record)}
     partial = folder.absolute().with_name(f".{folder.absolute().name}.{secrets.token_hex(8)}")
     partial.mkdir(parents=True)
     try:
@@ -78,6 +91,10 @@ def write_export(source: Source, run_id: str, folder: Path) -> dict[str, Any]:
             _write(partial, LOG, _json_bytes(evidence.log)),
             _write(partial, KEYS, ["".join(key["pem"] for key in source.signing_keys()).encode()]),
         ]
+        for verification_id, signed in verdicts.items():
+            where = f"{VERIFICATIONS}/{verification_id}"
+            files.append(_write(partial, f"{where}/{ATTESTATION}", _json_bytes(signed.envelope)))
+            files.append(_write(partial, f"{where}/{LOG}", _json_bytes(signed.log)))
         for checkpoint, name in _checkpoint_files(record):
             where = f"{CHECKPOINTS}/{checkpoint['folder']}/{name}"
             files.append(_write(partial, where, source.checkpoint_file(run_id, checkpoint["step"], name)))
@@ -87,6 +104,12 @@ def write_export(source: Source, run_id: str, folder: Path) -> dict[str, Any]:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return manifest
+
+
+def signed_verdicts(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The verifications in a record whose verdicts on that very run are signed."""
+    own = record["identity"]["run"]
+    return [row for row in record["verifications"] if row.get("log_index") is not None and row["run"] == own]
 
 
 def _checkpoint_files(record: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], str]]:
@@ -135,17 +158,35 @@ def verify_export(folder: Path, trusted: Mapping[str, PublicKey]) -> Finding:
     if not (folder / MANIFEST).is_file():
         raise NotFound(f"{folder} holds no export: there is no {MANIFEST}", folder=str(folder))
     try:
-        manifest = _load(folder, MANIFEST)
+        manifest = load_document(folder, MANIFEST)
         if manifest.get("type") != EXPORT_TYPE:
             return Finding("INCONCLUSIVE", f"this export can't be checked here: its type is {manifest.get('type')!r:.80}", "type",
                            expected=EXPORT_TYPE)
-        record = _load(folder, RECORD)
-        evidence = Evidence(_load(folder, ATTESTATION), _load(folder, LOG))
+        record = load_document(folder, RECORD)
+        evidence = Evidence(load_document(folder, ATTESTATION), load_document(folder, LOG))
     except Tampered as fault:
         return _tampered(fault)
     return worst([
         _check_record(folder, record), check_attestation(record, evidence, trusted), _check_files(folder, manifest, record),
+        *_check_verdicts(folder, record, trusted),
     ])
+
+
+def _check_verdicts(folder: Path, record: Mapping[str, Any], trusted: Mapping[str, PublicKey]) -> list[Finding]:
+    """Of each signed verdict: that it's the one in the record, and in the log. One that isn't signed proves nothing."""
+    try:
+        found = []
+        for row in signed_verdicts(record):
+            where = inside(folder, f"{VERIFICATIONS}/{row['id']}")
+            evidence = Evidence(load_document(where, ATTESTATION), load_document(where, LOG))
+            finding = check_verdict(record, row, evidence, trusted)
+            told = f"the {row['level']} {row['id']} ({row['verdict']}): {finding.message}"
+            found.append(replace(finding, message=told))
+    except Tampered as fault:
+        return [_tampered(fault)]
+    except (KeyError, TypeError, AttributeError) as error:
+        return [Finding("TAMPERED", f"a verification isn't well-formed: {type(error).__name__}: {error}", "verifications")]
+    return found
 
 
 def _check_record(folder: Path, record: Mapping[str, Any]) -> Finding:
@@ -166,6 +207,9 @@ def _check_files(folder: Path, manifest: Mapping[str, Any], record: Mapping[str,
     try:
         listed = {file["name"]: (file["size"], file["sha256"]) for file in manifest["files"]}
         expected = {name: _measured(folder, name) for name in (RECORD, ATTESTATION, LOG, KEYS)}
+        for row in signed_verdicts(record):
+            where = f"{VERIFICATIONS}/{row['id']}"
+            expected |= {f"{where}/{name}": _measured(folder, f"{where}/{name}") for name in (ATTESTATION, LOG)}
         for checkpoint in record["checkpoints"]:
             if not checkpoint["deleted_at"]:
                 place = f"{CHECKPOINTS}/{checkpoint['folder']}"
@@ -197,7 +241,7 @@ def _read(path: Path) -> Iterator[bytes]:
             yield piece
 
 
-def _load(folder: Path, name: str) -> dict[str, Any]:
+def load_document(folder: Path, name: str) -> dict[str, Any]:
     """A JSON object. Raises Tampered for anything else, for a key that comes twice, and for NaN."""
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(pairs) != len({key for key, _ in pairs}):

@@ -88,7 +88,8 @@ def quota_table(quota: Mapping[str, Any]) -> Table:
     return table
 
 
-def run_table(run: Mapping[str, Any], job: Mapping[str, Any], verifications: Iterable[Mapping[str, Any]]) -> Table:
+def run_table(run: Mapping[str, Any], job: Mapping[str, Any], verifications: Iterable[Mapping[str, Any]],
+              attestation: Mapping[str, Any] | None) -> Table:
     """All that matters of one run."""
     table = _facts()
     rows: list[tuple[str, Any]] = [
@@ -108,10 +109,23 @@ def run_table(run: Mapping[str, Any], job: Mapping[str, Any], verifications: Ite
         ("training", job["digest"]), ("head", _or_dash(run["head"])), ("weights", _or_dash(run["weights"])),
         ("created", _at(run["created_at"])), ("started", _at(run["started_at"])), ("ended", _at(run["ended_at"])),
     ]
-    rows += [("verdict", Text.assemble(coloured(v["verdict"]), f"  {v['message']}")) for v in verifications]
+    if attestation is not None:
+        rows.append(("attested", f"entry {attestation['log_index']} of the log, by key {attestation['key'][:16]}"))
+    rows += [_verification_row(v) for v in verifications]
     for name, value in rows:
         table.add_row(name, value)
     return table
+
+
+def _verification_row(verification: Mapping[str, Any]) -> tuple[str, Any]:
+    """A verdict with its message; before there is one how far it is. Behind it where the log has what was signed about it."""
+    word, index = verification["verdict"], verification.get("log_index")
+    told = verification["message"] or ""
+    if word is None:
+        word, progress = verification["status"], verification["progress"]
+        told = told or f"{progress['done']} of {progress['of']} steps"
+    signed = "" if index is None else f"  (signed: entry {index} of the log)"
+    return verification["level"], Text.assemble(coloured(word), f"  {told}{signed}")
 
 
 def record_table(record: Mapping[str, Any]) -> Table:
@@ -133,10 +147,21 @@ def record_table(record: Mapping[str, Any]) -> Table:
     rows += [(name, digest) for name, digest in (record["final"] or {}).items()]
     rows += [("checkpoint", f"step {c['step']}  {c['state']['weights']}") for c in record["checkpoints"]]
     rows += [("attempt", f"{a['attempt']}  {_or_dash(a['end'])}  {a['message'] or ''}") for a in record["attempts"]]
-    rows += [("verdict", Text.assemble(coloured(v["verdict"]), f"  {v['message']}")) for v in record["verifications"]]
+    rows += [_verification_row(v) for v in record["verifications"]]
     for name, value in rows:
         table.add_row(name, value)
     return table
+
+
+def coverage_lines(report: Mapping[str, Any] | None) -> Iterable[str]:
+    """What an audit covered, in sentences."""
+    if report is None:
+        return
+    yield (f"  covered: {report['steps_covered']} of {report['steps_total']} steps, {report['segments_covered']} of "
+           f"{report['segments_total']} segments")
+    for row in report["escape"]:
+        segments = "1 forged segment" if row["forged_segments"] == 1 else f"{row['forged_segments']} forged segments"
+        yield f"  {segments} would have escaped with a chance of {row['percent']} % ({row['chance']})"
 
 
 def logs_text(items: Iterable[Mapping[str, Any]]) -> Iterable[str]:
@@ -198,6 +223,11 @@ class StepProgress(AbstractContextManager["StepProgress"]):
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self._bar.stop()
+
+    def of(self, steps: int) -> None:
+        """How many steps there are in all, where that wasn't known before."""
+        self._steps = steps
+        self._bar.update(self._task, total=steps)
 
     def state(self, status: str) -> None:
         """What the run is doing while it isn't stepping."""

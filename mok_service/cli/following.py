@@ -7,7 +7,7 @@ from typing import Any, Final
 import typer
 
 from mok_service.client import Client
-from mok_service.render import StepProgress, coloured, print_json, show
+from mok_service.render import StepProgress, coloured, coverage_lines, print_json, show
 
 EXIT_STATUS: Final = {"INTACT": 0, "AUDITED": 0, "REPRODUCED": 0, "DIVERGED": 3, "TAMPERED": 4, "INCONCLUSIVE": 5}
 
@@ -48,8 +48,36 @@ def exit_for_verdict(client: Client, run: dict[str, Any], as_json: bool) -> None
 
 def newest_verdict(client: Client, run: dict[str, Any]) -> dict[str, Any] | None:
     """The verification that a reproduction stored, or None when it ended without one."""
-    found = [v for v in client.verifications(run["id"]) if v["run"] == run["id"] and v["level"] == "rerun"]
-    return found[-1] if found else None
+    return next((v for v in client.verifications(run["id"]) if v["executed_by"] == run["id"] and v["verdict"]), None)
+
+
+def follow_verification(client: Client, verification: dict[str, Any], *, quiet: bool = False) -> dict[str, Any]:
+    """Show the progress of an audit or a rerun until it has ended; the verification as it then is."""
+    if verification["executed_by"] is None:  # it needed no run to come to its verdict
+        return verification
+    progress = verification["progress"]
+    with StepProgress(f"{verification['level']} of {verification['run']}", progress["of"], quiet=quiet) as bar:
+        bar.state(verification["status"])
+        done = 0
+        for event in client.events(verification["executed_by"]):
+            payload = event["payload"]
+            if event["type"] == "run.status":
+                bar.state(payload["status"])
+            elif event["type"] == "step" and payload["step"] > 0:
+                done += 1
+                bar.step(done, payload["loss"], payload["tokens"], payload["seconds"])
+    return client.verification(verification["id"])
+
+
+def exit_for_verification(verification: dict[str, Any], as_json: bool) -> None:
+    """Say what an audit or a rerun showed, and exit by its verdict; 1 when it failed or was cancelled."""
+    if verification["status"] == "done":
+        tell_verdict(verification, as_json)
+    if as_json:
+        print_json(verification)
+    else:
+        show(coloured(verification["status"]), verification["message"] or verification["id"])
+    raise typer.Exit(1)
 
 
 def tell_verdict(verification: dict[str, Any], as_json: bool, *, quiet: bool = False) -> None:
@@ -58,6 +86,8 @@ def tell_verdict(verification: dict[str, Any], as_json: bool, *, quiet: bool = F
         print_json(verification)
     elif not quiet:
         show(coloured(verification["verdict"]), verification["message"])
+        for line in coverage_lines(verification.get("report")):
+            show(line)
         if verification["expected"] is not None or verification["got"] is not None:
             show(f"  step {verification['step']}, {verification['field']}: expected {verification['expected']}, "
                  f"got {verification['got']}")

@@ -61,16 +61,21 @@ def list_runs(
 
 
 def show(run: RunArgument, url: Url = None, data_dir: DataDir = DATA_DIR, as_json: AsJson = False) -> None:
-    """Show one run: state, digests, verdicts."""
+    """Show one run: state, digests, attestation, verifications."""
     from mok_service import render
+    from mok_service.errors import NotFound
 
     with reader(url, data_dir) as source:
         found = source.run(run_id(source, run))
         job, verdicts = source.job(found["job"]), source.verifications(found["id"])
+        try:
+            attestation = source.attestation(found["id"])
+        except NotFound:
+            attestation = None
     if as_json:
-        render.print_json({"run": found, "job": job, "verifications": verdicts})
+        render.print_json({"run": found, "job": job, "verifications": verdicts, "attestation": attestation})
     else:
-        render.show(render.run_table(found, job, verdicts))
+        render.show(render.run_table(found, job, verdicts, attestation))
 
 
 def logs(run: RunArgument, url: Url = None, data_dir: DataDir = DATA_DIR, as_json: AsJson = False) -> None:

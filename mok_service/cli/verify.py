@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -20,35 +20,50 @@ class Level(StrEnum):
     """How much is verified."""
 
     CHECK = "check"
+    AUDIT = "audit"
     RERUN = "rerun"
 
 
 def add_to(app: typer.Typer) -> None:
     """Add these verbs to the command."""
-    app.command(epilog="Example: mok verify latest --level rerun")(verify)
+    app.command(epilog="Example: mok verify latest --level audit --segments 4")(verify)
     app.command(epilog="Example: mok provenance latest --json > record.json")(provenance)
 
 
 def verify(
     run: Annotated[str, typer.Argument(metavar="RUN|FOLDER", help="Id of a run; latest for the newest; or a folder that "
-                                                                  "`mok export` wrote, which is checked by itself.")],
+                                                                  "`mok export` wrote, which is verified by itself, here.")],
     level: Annotated[Level, typer.Option(help="check: the record's links, every checkpoint's bytes against their digests, the "
-                                              "attestation and its place in the log. "
-                                              "rerun: train all of it again, and compare each step.")] = Level.CHECK,
+                                              "attestation and its place in the log. audit: compute drawn segments between "
+                                              "checkpoints again. rerun: compute all of it again.")] = Level.CHECK,
+    segments: Annotated[int | None, typer.Option(min=1, help="audit: how many segments; default: 4, or all.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="audit: what they are drawn by; default: a new "
+                                                                    "one.")] = None,
+    device: Annotated[str | None, typer.Option(metavar="cpu|cuda", help="audit, rerun: another kind of device.")] = None,
+    threads: Annotated[int | None, typer.Option(min=0, help="audit, rerun: CPU threads; 0 for all.")] = None,
+    data: Annotated[list[Path] | None, typer.Option("--data", metavar="FOLDER", help="Where data files lie, to audit or rerun an "
+                                                    "exported run; default: MOK_DATA_ROOTS, else the working folder.")] = None,
     key: KeyFile = None,
     url: Url = None, data_dir: DataDir = DATA_DIR, as_json: AsJson = False,
 ) -> None:
     """Judge a run, or an exported one.
 
     A signature counts by the keys in --key; for a run without --key, by those of the service itself; for a folder without --key
-    by none, so that nothing is concluded. Exits 0 for INTACT or REPRODUCED, 3 for DIVERGED, 4 for TAMPERED, 5 for INCONCLUSIVE.
+    by none, so that nothing is concluded. Exits 0 for INTACT, AUDITED or REPRODUCED, 3 for DIVERGED, 4 for TAMPERED, 5 for
+    INCONCLUSIVE, 1 when an audit or rerun failed or was cancelled.
     """
-    from mok_service.cli.following import exit_for_verdict, follow, tell_verdict
+    from mok_service.cli.following import exit_for_verification, follow_verification, tell_verdict
 
+    wish = {"device": device, "threads": threads}
+    execution = {name: value for name, value in wish.items() if value is not None}
+    _refuse_what_does_not_go_together(level, segments is not None or seed is not None, bool(execution))
     if is_folder(run):
-        if level is not Level.CHECK:
-            raise typer.BadParameter("an exported run is only checked; to train it again, submit its spec", param_hint="--level")
-        tell_verdict({"folder": run, "level": level.value, **check_folder(Path(run), key)}, as_json)
+        if level is Level.CHECK:
+            tell_verdict({"folder": run, "level": level.value, **check_folder(Path(run), key)}, as_json)
+        else:
+            again: Literal["audit", "rerun"] = "audit" if level is Level.AUDIT else "rerun"
+            outcome = compute_folder(Path(run), key, again, segments, seed, execution, data or [], as_json)
+            tell_verdict({"folder": run, "level": level.value, **outcome}, as_json)
         return
     if level is Level.CHECK:
         with reader(url, data_dir) as source:
@@ -56,9 +71,36 @@ def verify(
             tell_verdict({"run": found, "level": level.value, **check(source, found, source.provenance(found), key)}, as_json)
         return
     with service(url, data_dir) as client:
-        original = client.run(run_id(client, run))
-        made = client.create_run(original["job"], reproduces=original["id"])
-        exit_for_verdict(client, follow(client, made, quiet=as_json), as_json)
+        asked = client.verify(run_id(client, run), level.value, segments=segments, seed=seed, execution=execution or None)
+        exit_for_verification(follow_verification(client, asked, quiet=as_json), as_json)
+
+
+def _refuse_what_does_not_go_together(level: Level, drawing: bool, executing: bool) -> None:
+    if drawing and level is not Level.AUDIT:
+        raise typer.BadParameter("--segments and --seed go with --level audit", param_hint="--level")
+    if executing and level is Level.CHECK:
+        raise typer.BadParameter("--device and --threads go with --level audit or rerun", param_hint="--level")
+
+
+def compute_folder(folder: Path, key: Path | None, level: Literal["audit", "rerun"], segments: int | None, seed: int | None,
+                   execution: dict[str, Any], data_roots: list[Path], as_json: bool) -> dict[str, Any]:
+    """Audit or rerun of an exported run on this machine, by its files, the trusted keys and the data alone."""
+    from mok_service.provenance.chain import StepRecord
+    from mok_service.provenance.keys import public_keys
+    from mok_service.render import StepProgress
+    from mok_service.settings import load_settings
+    from mok_service.training.offline import verify_folder
+
+    roots = data_roots or list(load_settings().data_roots) or [Path.cwd()]
+    trusted = {} if key is None else public_keys(key)
+    with StepProgress(f"{level} of {folder}", 1, quiet=as_json) as progress:
+        def told(record: StepRecord, done: int, of: int) -> None:
+            progress.of(of)
+            progress.step(done, record.loss, record.tokens, record.seconds)
+
+        outcome = verify_folder(folder, trusted, level, segments=segments, seed=seed, execution=execution, data_roots=roots,
+                                told=told)
+    return outcome.as_dict()
 
 
 def provenance(

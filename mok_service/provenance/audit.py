@@ -76,7 +76,7 @@ class Plan:
         return sum(min(max((last or 0) - s.start, 0), s.steps) for s in self.segments)
 
     def rest(self, last: int | None) -> tuple[Segment, ...]:
-        """The segments to go on with: the one that `last` lies in is replayed from its start, and so is one that ends there, since
+        """The segments to go on with: the one that `last` lies in is replayed from its start; so is one that ends there, since
         its final state may not have been compared."""
         return tuple(s for s in self.segments if last is None or s.end >= last)
 

@@ -127,11 +127,17 @@ def code_drift(expected: Mapping[str, Any] | None, got: Mapping[str, Any] | None
     found = []
     if left.get("version") != right.get("version"):
         found.append(f"version {left.get('version')} -> {right.get('version')}")
-    if left.get("native") != right.get("native"):
+    if _differ(left.get("native") or {}, right.get("native") or {}):
         found.append(f"native libraries {_libraries(left)} -> {_libraries(right)}")
     if left.get("git") != right.get("git"):
         found.append(f"source {_source(left)} -> {_source(right)}")
     return found
+
+
+def _differ(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
+    """Whether a library that both have differs, or they have none in common: a machine without a GPU lacks the one for GPUs."""
+    common = left.keys() & right.keys()
+    return left != right and (not common or any(left[name] != right[name] for name in common))
 
 
 def _libraries(code: Mapping[str, Any]) -> str:

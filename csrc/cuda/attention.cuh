@@ -57,8 +57,9 @@ struct TileRing {
   __device__ __forceinline__ uint32_t address() const { return base + stage * STAGE_BYTES; }
   __device__ __forceinline__ void wait_full() const { barrier_wait(full(), phase); }
   __device__ __forceinline__ void wait_empty() const { barrier_wait(full() + 8, phase ^ 1); }
-  // A consumer warp has read the stage whose full barrier is given.
+  // A consumer warp has read the stage whose full barrier is given: all of its lanes.
   static __device__ __forceinline__ void release(uint32_t full_barrier) {
+    __syncwarp();
     if (threadIdx.x % 32 == 0) {
       barrier_arrive(full_barrier + 8);
     }

@@ -110,6 +110,13 @@ def authenticate(db: Database, text: str, now: datetime | None = None) -> Princi
     return Principal(row["tenant"], row["role"], _permissions(row["role"], row["scopes"]), row["id"])
 
 
+def is_good(db: Database, key_id: str) -> bool:
+    """Whether a key that was good before still is."""
+    with db.read() as tx:
+        row = sql.key(tx, key_id)
+    return row is not None and row["revoked_at"] is None and (row["expires_at"] is None or row["expires_at"] > db.now())
+
+
 def keys_required(settings: Settings) -> bool:
     """Whether requests need a key: always, but on an address that only this machine reaches."""
     return settings.require_keys or bool(settings.trusted_proxies) or not settings.on_loopback()

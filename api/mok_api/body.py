@@ -9,6 +9,7 @@ from fastapi import Depends, Header, Request
 from pydantic import BaseModel, ValidationError
 
 from mok_api.errors import BodyTooLarge, InvalidRequest, WrongMediaType, short
+from mok_service import auditlog
 from mok_service.jobs import ROUTE_LENGTH_MAX, Idempotency
 from mok_service.provenance.digest import sha256
 from mok_service.spec.faults import from_validation, sentence
@@ -44,6 +45,9 @@ async def _bytes(request: Request) -> bytes:
         body += chunk
         if len(body) > BODY_BYTES_MAX:
             raise BodyTooLarge(f"the body has more than {BODY_BYTES_MAX} bytes", allowed=BODY_BYTES_MAX)
+    audited: auditlog.Request | None = getattr(request.state, "audited", None)
+    if audited is not None and body:
+        audited.body = sha256(body)
     return bytes(body)
 
 

@@ -11,14 +11,18 @@ from mok_service.spec import job_json_schema
 Responses = dict[int | str, dict[str, Any]]
 
 _MEANING = {
-    403: "The request comes from a page of another site.",
+    401: "An API key is asked for, and this is none that is good.",
+    403: "The request comes from a page of another site, or the API key doesn't allow it.",
     404: "There is no such thing here.",
     409: "The request contradicts the present state.",
     410: "It was here; its bytes are deleted, and its digests stay on record.",
     413: "The body is too large.",
+    414: "Path and query are too long.",
     415: "The body isn't application/json.",
     421: "The Host header names another host.",
     422: "A value isn't allowed; the error names it, what is allowed and the nearest known key.",
+    429: "Too many requests; Retry-After says how long to wait.",
+    431: "The headers are too large.",
     503: "Not ready, or too many clients.",
 }
 
@@ -59,7 +63,8 @@ def json_body(schema: str, example: dict[str, Any]) -> dict[str, Any]:
 def request_schemas() -> dict[str, Any]:
     """The schemas that `json_body` refers to, with all that they refer to."""
     found: dict[str, Any] = {}
-    ours = {model.__name__: _of(model) for model in (schemas.NewRun, schemas.NewVerification)}
+    ours = {model.__name__: _of(model) for model in (schemas.NewRun, schemas.NewVerification, schemas.NewApiKey,
+                                                        schemas.NewWebhook)}
     for name, schema in {"JobSpec": job_json_schema(), **ours}.items():
         found |= schema.pop("$defs", {})
         found[name] = schema

@@ -13,7 +13,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from mok_api.answer import Json
-from mok_service.errors import MokError
+from mok_service import logs
+from mok_service.errors import MokError, TooManyRequests, Unauthenticated
 
 logger = logging.getLogger("mok.api")
 
@@ -26,7 +27,7 @@ class InvalidRequest(MokError):
     http_status, exit_status, code = 422, 2, "invalid_request"
 
 
-class Forbidden(MokError):
+class CrossOrigin(MokError):
     """A request that a page of another site has sent."""
 
     http_status, exit_status, code = 403, 2, "cross_origin"
@@ -38,6 +39,14 @@ class BodyTooLarge(MokError):
 
 class WrongMediaType(MokError):
     http_status, exit_status, code = 415, 2, "wrong_media_type"
+
+
+class UriTooLong(MokError):
+    http_status, exit_status, code = 414, 2, "uri_too_long"
+
+
+class HeadersTooLarge(MokError):
+    http_status, exit_status, code = 431, 2, "headers_too_large"
 
 
 class Misdirected(MokError):
@@ -52,6 +61,12 @@ class Gone(MokError):
     http_status, exit_status, code = 410, 6, "gone"
 
 
+class NotReady(MokError):
+    """Something that the service needs isn't there."""
+
+    http_status, exit_status, code = 503, 7, "not_ready"
+
+
 class Busy(MokError):
     """As many clients as this process serves at a time are here already."""
 
@@ -61,21 +76,23 @@ class Busy(MokError):
 def error_answer(status: int, code: str, message: str, detail: Mapping[str, Any] | None = None,
                  headers: Mapping[str, str] | None = None) -> Json:
     """An answer in the one error format."""
-    body = {"error": {"code": code, "message": message, "detail": dict(detail or {})}}
+    body = {"error": {"code": code, "message": message, "request": logs.request_id.get(), "detail": dict(detail or {})}}
     return Json(body, status, headers=dict(headers or {}))
 
 
 def answer_for(error: MokError) -> Json:
     """What a `MokError` looks like over HTTP."""
-    return error_answer(error.http_status, error.code, error.message, error.detail)
+    headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthenticated) else {}
+    if isinstance(error, TooManyRequests):
+        headers["Retry-After"] = str(error.detail["retry_after"])
+    return error_answer(error.http_status, error.code, error.message, error.detail, headers)
 
 
 def install(app: FastAPI) -> None:
-    """Answer every exception in the one format."""
+    """Answer what is raised on purpose in the one format; for the rest see observe.py."""
     app.add_exception_handler(MokError, _mok_error)
     app.add_exception_handler(RequestValidationError, _parameters)
     app.add_exception_handler(HTTPException, _http)
-    app.add_exception_handler(Exception, _ours)
 
 
 def short(value: Any) -> str:
@@ -111,8 +128,3 @@ async def _http(request: Request, error: Exception) -> Response:
     code = HTTPStatus(error.status_code).name.lower()
     what = {404: f"there is nothing at {request.url.path}", 405: f"{request.url.path} takes no {request.method}"}
     return error_answer(error.status_code, code, what.get(error.status_code, str(error.detail)), headers=error.headers)
-
-
-async def _ours(request: Request, error: Exception) -> Response:
-    """Our own fault: the log has it, the answer doesn't tell more than that."""
-    return error_answer(500, "internal", "the service failed; its log says why")

@@ -13,9 +13,11 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mok_api.errors import Forbidden, Misdirected, answer_for, short
+from mok_api.errors import CrossOrigin, HeadersTooLarge, Misdirected, UriTooLong, answer_for, short
 from mok_service.errors import MokError
 
+HEADER_BYTES_MAX = 16 << 10
+URI_BYTES_MAX = 8 << 10
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
 ANSWER_HEADERS = {
     "X-Content-Type-Options": "nosniff",
@@ -46,6 +48,7 @@ class Guard:
             await send(message)
 
         try:
+            _check_size(scope)
             self._check(scope["method"], Headers(scope=scope))
         except MokError as error:
             await answer_for(error)(scope, receive, send_with_headers)
@@ -61,7 +64,14 @@ class Guard:
             )
         origin = headers.get("origin")
         if method not in READING and origin is not None and _authority(origin) != host.lower():
-            raise Forbidden(f"a page of {short(origin)} sent the request, and it may not change anything here", origin=origin)
+            raise CrossOrigin(f"a page of {short(origin)} sent the request, and it may not change anything here", origin=origin)
+
+
+def _check_size(scope: Scope) -> None:
+    if len(scope.get("raw_path") or scope["path"].encode()) + len(scope["query_string"]) > URI_BYTES_MAX:
+        raise UriTooLong(f"path and query have more than {URI_BYTES_MAX} bytes", allowed=URI_BYTES_MAX)
+    if sum(len(name) + len(value) for name, value in scope["headers"]) > HEADER_BYTES_MAX:
+        raise HeadersTooLarge(f"the headers have more than {HEADER_BYTES_MAX} bytes", allowed=HEADER_BYTES_MAX)
 
 
 def _name(host: str) -> str:

@@ -8,6 +8,8 @@ from types import FrameType
 import uvicorn
 
 from mok_api.app import create_app
+from mok_service import logs, tracing
+from mok_service.access import refuse_without_keys
 from mok_service.db.session import Database, upgrade
 from mok_service.settings import Settings
 
@@ -24,12 +26,18 @@ class Server(uvicorn.Server):
 
 
 def run_api(settings: Settings) -> int:
-    """Upgrade the database, then serve until a signal. The exit status: 0 after SIGTERM, 130 after SIGINT, 1 if it can't."""
+    """Upgrade the database, then serve until a signal. The exit status: 0 after SIGTERM, 130 after SIGINT, 1 if it can't.
+
+    Raises InvalidSpec at an address that other machines reach, as long as there is no API key."""
+    logs.configure(settings.log_format)
+    tracing.start("mok-api")
     upgrade(settings.database())
     db = Database(settings.database())
     try:
+        refuse_without_keys(db, settings)
         config = uvicorn.Config(
-            create_app(db, settings), host=settings.host, port=settings.port, server_header=False,
+            create_app(db, settings), host=settings.host, port=settings.port, server_header=False, log_config=None,
+            access_log=False, proxy_headers=False,
             timeout_graceful_shutdown=round(settings.shutdown_seconds_max) or 1,
         )
         server = Server(config)

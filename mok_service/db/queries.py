@@ -313,6 +313,7 @@ def log_entries_after(tx: Connection, after: int, limit: int) -> list[Row]:
         entries.c.log_index, entries.c.entry, entries.c.created_at, verdicts.c.verification_id,
         func.coalesce(attested.c.run_id, t.c.run_id).label("run_id"),
         func.coalesce(attested.c.key_id, verdicts.c.key_id).label("key_id"),
+        func.coalesce(attested.c.tenant, verdicts.c.tenant).label("tenant"),
     ).select_from(
         entries.outerjoin(attested, attested.c.log_index == entries.c.log_index)
         .outerjoin(verdicts, verdicts.c.log_index == entries.c.log_index)

@@ -158,10 +158,14 @@ def log_head(db: Database) -> dict[str, Any]:
     return head
 
 
-def log_entries(db: Database, after: int = -1, limit: int = 1000) -> list[LogEntry]:
-    """Entries after index `after`, in order; -1 begins with the first."""
+def log_entries(db: Database, after: int = -1, limit: int = 1000, tenant: str | None = None) -> list[LogEntry]:
+    """Entries after index `after`, in order; -1 begins with the first. For a tenant, what is attested is shown of its own only:
+    the entries of others are hashes."""
     with db.read() as tx:
         found = queries.log_entries_after(tx, max(-1, min(after, LOG_SIZE_MAX)), rows.check_limit(limit))
+    for row in found:
+        if tenant is not None and row["tenant"] != tenant:
+            row |= {"run_id": None, "verification_id": None}
     return [LogEntry(row["log_index"], row["entry"], row["run_id"], row["verification_id"], row["key_id"], row["created_at"])
             for row in found]
 

@@ -29,7 +29,7 @@ def operations(description: dict[str, Any]) -> list[tuple[str, str, dict[str, An
 def test_every_route_is_described(description: dict[str, Any]) -> None:
     expected = {(route.path, method.lower()) for route in routes() for method in route.methods if route.path != "/"}
     assert {(path, method) for path, method, _ in operations(description)} == expected
-    assert len(expected) == 33
+    assert len(expected) == 44
     for path, method, operation in operations(description):
         assert operation["summary"] and operation["description"].endswith("."), (path, method)
         answers = [content for status, answer in operation["responses"].items() if status.startswith("2")
@@ -49,7 +49,7 @@ def test_every_post_says_what_it_takes_with_an_example_that_is_valid(description
             resolved = {**content["schema"], "components": {"schemas": schemas}}
             jsonschema.validate(content["example"], resolved)
             checked += 1
-    assert checked == 4
+    assert checked == 6
     assert parse_job(JOB_EXAMPLE).training.seed == 7
 
 

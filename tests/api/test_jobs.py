@@ -31,7 +31,8 @@ def test_a_submitted_job_is_resolved_and_its_run_queued(api: httpx.Client) -> No
     assert job["training"]["optimizer"]["lr"] == 3e-4 and job["training"]["batch"]["group_sequences"] > 0
     assert (run["status"], run["kind"], run["step"], run["job"]) == ("queued", "original", None, job["id"])
     assert api.get(f"/v1/jobs/{job['id']}").json() == job
-    assert api.get(f"/v1/runs/{run['id']}").json() == run
+    shown = api.get(f"/v1/runs/{run['id']}").json()
+    assert shown.pop("queue")["position"] == 1 and shown == run
 
 
 @pytest.mark.parametrize("seed", [0, 2**53 + 1, 2**63 - 1])

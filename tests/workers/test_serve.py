@@ -15,9 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from mok_service.errors import Conflict, InvalidSpec
-from mok_service.settings import Settings
-from mok_workers.serve import clean_environment, listen, lock_folder, refuse_other_hosts, serve
+from mok_service.errors import Conflict
+from mok_workers.serve import clean_environment, listen, lock_folder
 from mok_workers.supervisor import runs
 
 SECONDS_MAX = 100.0
@@ -87,18 +86,6 @@ def test_a_service_that_cannot_start_says_why(tmp_path: Path) -> None:
     service = program(tmp_path, "tests.workers.stub_app:Missing")
     out = service.communicate(timeout=SECONDS_MAX)[0]
     assert service.returncode == 1 and "has no attribute 'Missing'" in out and not (tmp_path / "server.json").exists()
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.7", "example.org", "127.0.0.1.example.org"])
-def test_only_loopback_is_listened_on(tmp_path: Path, host: str) -> None:
-    with pytest.raises(InvalidSpec, match="asks nobody for a key"):
-        serve(Settings(data_dir=tmp_path / "data", host=host), "tests.workers.stub_app:StubApp")
-    assert not (tmp_path / "data").exists()
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.1.2.3", "::1"])
-def test_loopback_is_allowed(host: str) -> None:
-    refuse_other_hosts(host)
 
 
 def test_a_port_that_is_taken_is_named() -> None:

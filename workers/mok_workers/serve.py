@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import http.client
 import importlib
-import ipaddress
 import json
 import logging
 import os
@@ -22,14 +21,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, Literal, NoReturn
 
 import psutil
 
+from mok_service import logs, tracing
+from mok_service.access import refuse_without_keys
 from mok_service.db.session import Database, upgrade
-from mok_service.errors import Conflict, InvalidSpec, MokError
+from mok_service.errors import Conflict, MokError
 from mok_service.provenance.keys import SigningKey, signing_key
+from mok_service.retention import Retention
 from mok_service.settings import Settings
+from mok_service.webhooks import Outbox
 from mok_workers.cluster import ALLOWED_VARIABLES, RayCluster, put_away
 from mok_workers.scheduler import Scheduler
 from mok_workers.signing import Signer
@@ -54,9 +57,9 @@ def serve(settings: Settings, app: str, ready: Ready | None = None) -> int:
     """Run API, scheduler and workers until a signal; returns the exit status (see `Supervisor.run`).
 
     `app` is "module:function" of the application: it is called with the database and the settings. `ready` is called with the
-    URL once it answers. Raises InvalidSpec for a host that other machines reach, Conflict when another service holds the folder.
+    URL once it answers. Raises Conflict when another service holds the folder. At an address that other machines reach it fails
+    as long as there is no API key.
     """
-    refuse_other_hosts(settings.host)
     with lock_folder(settings.data_dir), listen(settings.host, settings.port) as (listening, url):
         server_file = settings.data_dir / SERVER_FILE
 
@@ -121,9 +124,11 @@ class Service:
         import uvicorn
 
         db = self._prepare()
+        self._refuse_without_keys(db)
         application = load(app)(db, self._settings)
         config = uvicorn.Config(
             application, loop="uvloop", http="httptools", log_config=None, access_log=False, server_header=False,
+            proxy_headers=False,  # whose address is believed is for the application to say
             timeout_graceful_shutdown=max(1, round(self._settings.shutdown_seconds_max / 2)),
         )
         server = uvicorn.Server(config)
@@ -167,8 +172,9 @@ class Service:
 
     def _prepare(self) -> Database:
         settings = self._settings
-        log_to(settings.data_dir / LOG_FILE)
+        log_to(settings.data_dir / LOG_FILE, settings.log_format)
         signal.signal(signal.SIGTERM, lambda *_: self.stop())
+        tracing.start("mok-service")  # reads variables that nobody else shall have
         clean_environment()
         os.chdir(settings.data_dir)  # Ray puts the working folder on its workers' path: here is no module
         try:
@@ -183,6 +189,13 @@ class Service:
             self._fail(f"the database can't be used: {type(error).__name__}")
             raise
 
+    def _refuse_without_keys(self, db: Database) -> None:
+        try:
+            refuse_without_keys(db, self._settings)
+        except MokError as error:
+            self._fail(error.message)
+            raise
+
     def _schedule(self, db: Database, ready: Callable[[], None] = lambda: None) -> None:
         from mok_workers.opening import open_training
 
@@ -195,6 +208,10 @@ class Service:
             assert self._key is not None
             signer, pause = Signer(db, self._key), settings.tick_seconds
             threading.Thread(target=signer.run_forever, args=(self._stop, pause), name="signer", daemon=True).start()
+            outbox = Outbox(db, settings)
+            threading.Thread(target=outbox.run_forever, args=(self._stop, max(pause, 1.0)), name="outbox", daemon=True).start()
+            keeper = Retention(db, settings)
+            threading.Thread(target=keeper.run_forever, args=(self._stop,), name="retention", daemon=True).start()
 
             def up() -> None:
                 self._up.set()
@@ -258,7 +275,7 @@ def clean_environment() -> None:
     sys.path[:] = [os.path.abspath(entry) for entry in sys.path]
 
 
-def log_to(path: Path) -> None:
+def log_to(path: Path, style: Literal["text", "json"] = "text") -> None:
     """Everything that this process and Ray say goes to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and path.stat().st_size > LOG_BYTES_MAX:
@@ -267,8 +284,7 @@ def log_to(path: Path) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
-    logging.getLogger("alembic").setLevel(logging.WARNING)
+    logs.configure(style)
 
 
 @contextmanager
@@ -277,18 +293,6 @@ def nothing() -> Iterator[None]:
 
 
 # ---- The folder and the address --------------------------------------------------------------------------------------
-
-def refuse_other_hosts(host: str) -> None:
-    """Raises InvalidSpec for an address that other machines reach: nobody is asked for a key here."""
-    with suppress(ValueError):
-        if ipaddress.ip_address(host).is_loopback:
-            return
-    if host != "localhost":
-        raise InvalidSpec(
-            f"host = {host!r}: other machines could reach the service, which asks nobody for a key; "
-            "allowed: localhost, 127.0.0.1, ::1", field="host", value=host,
-        )
-
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:

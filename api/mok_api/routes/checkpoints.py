@@ -14,6 +14,7 @@ from urllib.parse import quote
 from fastapi import APIRouter, Path
 from starlette.responses import StreamingResponse
 
+from mok_api.access import Tenant
 from mok_api.docs import Responses, refusals
 from mok_api.errors import Gone
 from mok_api.parameters import Configured, Db, RunId, StepNumber
@@ -34,9 +35,9 @@ _FILE: Responses = {200: {"description": "The file's bytes; Repr-Digest has thei
 
 @router.get("/v1/runs/{run}/checkpoints/{step}/files/{name}", response_class=StreamingResponse,
             responses=_FILE | refusals(404, 410))
-def download(db: Db, settings: Configured, run: RunId, step: StepNumber, name: FileName) -> StreamingResponse:
+def download(db: Db, tenant: Tenant, settings: Configured, run: RunId, step: StepNumber, name: FileName) -> StreamingResponse:
     """The bytes of a checkpoint's file. Only files on record are served, and never through a link."""
-    checkpoint = next((c for c in runs.checkpoints(db, run) if c.info.step == int(step)), None)
+    checkpoint = next((c for c in runs.checkpoints(db, run, tenant) if c.info.step == int(step)), None)
     file = None if checkpoint is None else next((f for f in checkpoint.info.files if f.name == name), None)
     if checkpoint is None or file is None:
         raise NotFound(f"{run} has no file {name!r} in a checkpoint of step {step}", run=run, step=step, name=name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 
 from mok_api import schemas
+from mok_api.access import Tenant
 from mok_api.answer import Json
 from mok_api.body import IdempotencyKey, JsonText, idempotency, parse
 from mok_api.docs import created, json_body, refusals
@@ -20,10 +21,11 @@ router = APIRouter(tags=["jobs"])
 @router.post("/v1/jobs", status_code=201, response_model=schemas.Submitted,
              openapi_extra=json_body("JobSpec", schemas.JOB_EXAMPLE),
              responses=created("Location names the job.") | refusals(409, 413, 415))
-def submit_job(request: Request, db: Db, body: JsonText, idempotency_key: IdempotencyKey = None) -> Json:
+def submit_job(request: Request, db: Db, tenant: Tenant, body: JsonText, idempotency_key: IdempotencyKey = None) -> Json:
     """Submit a training job. Its first run is queued; the answer has the resolved spec with every default and the seed."""
     spec = load_job(body, "json")
-    done = jobs.submit(db, spec, idempotency=idempotency(request, idempotency_key, body), machine=_machine(db, spec))
+    key = idempotency(request, idempotency_key, body)
+    done = jobs.submit(db, spec, tenant=tenant, idempotency=key, machine=_machine(db, spec))
     answer = {"job": done.job.as_dict(), "run": done.run.as_dict(), "created": done.created}
     return Json(answer, 201, headers={"Location": f"/v1/jobs/{done.job.id}"})
 
@@ -41,25 +43,27 @@ def validate_job(db: Db, body: JsonText) -> Json:
 
 
 @router.get("/v1/jobs", response_model=schemas.JobPage)
-def list_jobs(db: Db, name: Name = None, digest: OfDigest = None, cursor: Cursor = None, limit: PageLimit = 50) -> Json:
+def list_jobs(db: Db, tenant: Tenant, name: Name = None, digest: OfDigest = None,
+              cursor: Cursor = None, limit: PageLimit = 50) -> Json:
     """Jobs, newest first."""
-    page = jobs.list_jobs(db, name=name, digest=digest, cursor=cursor, limit=limit)
+    page = jobs.list_jobs(db, tenant, name=name, digest=digest, cursor=cursor, limit=limit)
     return Json({"items": [job.as_dict() for job in page.items], "next_cursor": page.next_cursor})
 
 
 @router.get("/v1/jobs/{job}", response_model=schemas.Job, responses=refusals(404))
-def get_job(db: Db, job: JobId) -> Json:
+def get_job(db: Db, tenant: Tenant, job: JobId) -> Json:
     """One job."""
-    return Json(jobs.get_job(db, job).as_dict())
+    return Json(jobs.get_job(db, job, tenant).as_dict())
 
 
 @router.post("/v1/jobs/{job}/runs", status_code=201, response_model=schemas.Run,
              openapi_extra=json_body("NewRun", schemas.NEW_RUN_EXAMPLE),
              responses=created("Location names the run.") | refusals(404, 409, 413, 415))
-def create_run(request: Request, db: Db, job: JobId, body: JsonText, idempotency_key: IdempotencyKey = None) -> Json:
+def create_run(request: Request, db: Db, tenant: Tenant, job: JobId, body: JsonText,
+               idempotency_key: IdempotencyKey = None) -> Json:
     """Run the job again: a reproduction, compared step by step with an earlier run as its records come in."""
     wish = parse(body, schemas.NewRun)
-    run = jobs.create_run(db, job, execution=_execution(db, job, wish), reproduces=wish.reproduces,
+    run = jobs.create_run(db, job, tenant=tenant, execution=_execution(db, tenant, job, wish), reproduces=wish.reproduces,
                           idempotency=idempotency(request, idempotency_key, body))
     return Json(run.as_dict(), 201, headers={"Location": f"/v1/runs/{run.id}"})
 
@@ -68,9 +72,9 @@ def _machine(db: Database, spec: JobSpec) -> Machine | None:
     return largest_machine(runs.nodes(db), spec.execution.device, db.now())
 
 
-def _execution(db: Database, job_id: str, wish: schemas.NewRun) -> ExecutionSpec | None:
+def _execution(db: Database, tenant: str, job_id: str, wish: schemas.NewRun) -> ExecutionSpec | None:
     """The job's execution spec with the keys that the wish gives; None for none."""
     if wish.execution is None:
         return None
-    job = jobs.get_job(db, job_id)
+    job = jobs.get_job(db, job_id, tenant)
     return override_execution(job.spec, wish.execution.model_dump(exclude_unset=True)).execution

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from mok_api import schemas
+from mok_api.access import Who
 from mok_api.answer import Json
 from mok_api.docs import refusals
 from mok_api.parameters import AfterIndex, Db, EntryIndex, ItemLimit, OldSize, Size
@@ -20,9 +21,9 @@ def get_head(db: Db) -> Json:
 
 
 @router.get("/v1/log/entries", response_model=schemas.LogEntryItems)
-def list_entries(db: Db, after: AfterIndex = -1, limit: ItemLimit = 1000) -> Json:
-    """The log's entries, in order."""
-    found = runs.log_entries(db, after, limit)
+def list_entries(db: Db, who: Who, after: AfterIndex = -1, limit: ItemLimit = 1000) -> Json:
+    """The log's entries, in order. Whose they are is shown of the tenant's own; to an operator, of all."""
+    found = runs.log_entries(db, after, limit, None if "operate" in who.permissions else who.tenant)
     return Json({"items": [entry.as_dict() for entry in found], "next_after": found[-1].index if found else after})
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from fastapi import APIRouter, Request
 from starlette.responses import PlainTextResponse
 
 from mok_api import schemas
 from mok_api.answer import Json
-from mok_api.docs import Responses, refusals
+from mok_api.docs import Responses
+from mok_api.errors import NotReady
 from mok_api.events import Streams
-from mok_api.parameters import Db
-from mok_service import runs
+from mok_api.metrics import Labels, Metrics, labelled, metric
+from mok_api.parameters import Configured, Db
+from mok_service import runs, statistics
 from mok_service.db.session import check_schema
 
 router = APIRouter(tags=["operations"])
@@ -35,24 +35,39 @@ def health() -> Json:
     return Json({"status": "ok"})
 
 
-@router.get("/readyz", response_model=schemas.Health, responses=refusals(503))
-def ready(db: Db) -> Json:
-    """Whether the database answers and has this version's schema."""
+@router.get("/readyz", response_model=schemas.Health)
+def ready(db: Db, settings: Configured) -> Json:
+    """Whether the service can do its work: the database answers and has this version's schema, and a scheduler has shown a sign
+    of life within a lease. Else 503, with what is wrong."""
     check_schema(db)
+    age = statistics.heartbeat_age(db)
+    if age is None or age > settings.lease_seconds:
+        seen = "never" if age is None else f"{age:.0f} s ago"
+        raise NotReady(f"no scheduler has shown a sign of life within {settings.lease_seconds:g} s; the last one: {seen}",
+                       scheduler=seen)
     return Json({"status": "ready"})
 
 
 @router.get("/metrics", response_class=PlainTextResponse, responses=_METRICS)
 def metrics(request: Request, db: Db) -> PlainTextResponse:
-    """Runs by status, schedulers' nodes and open event streams, for Prometheus."""
+    """For Prometheus: what this process has counted (requests, their latency, database errors, event streams), and what the
+    database says of the whole service (runs, queue, attempts, steps, outbox, what isn't signed yet)."""
     streams: Streams = request.app.state.streams
-    counts = [(f'{{status="{status}"}}', count) for status, count in runs.count_by_status(db).items()]
-    text = _gauge("mok_runs", "Runs by status.", counts)
-    text += _gauge("mok_nodes", "Machines that schedulers have reported.", [("", len(runs.nodes(db)))])
-    text += _gauge("mok_event_streams", "Open event streams of this process.", [("", streams.open)])
-    return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+    counted: Metrics = request.app.state.metrics
+    text = counted.text() + metric("mok_event_streams", "gauge", "Open event streams of this process.", {(): streams.open})
+    return PlainTextResponse(text + _of_the_service(statistics.read(db)), media_type="text/plain; version=0.0.4")
 
 
-def _gauge(name: str, meaning: str, values: Iterable[tuple[str, int]]) -> str:
-    lines = [f"# HELP {name} {meaning}", f"# TYPE {name} gauge", *(f"{name}{labels} {value}" for labels, value in values)]
-    return "\n".join(lines) + "\n"
+def _of_the_service(now: statistics.Statistics) -> str:
+    waits = {"queue": ("Queued runs", now.queue), "outbox": ("Deliveries to webhooks that are to be sent", now.outbox),
+             "unsigned_runs": ("Runs that have ended and aren't attested", now.unsigned)}
+    text = metric("mok_runs", "gauge", "Runs by status.", labelled("status", now.runs))
+    for name, (what, waiting) in waits.items():
+        text += metric(f"mok_{name}", "gauge", f"{what}.", {(): waiting.count})
+        text += metric(f"mok_{name}_oldest_seconds", "gauge", f"{what}: how long the oldest has waited.", {(): waiting.seconds})
+    text += metric("mok_attempts_ended_total", "counter", "Attempts that have ended, by how.", labelled("end", now.attempts))
+    text += metric("mok_steps_total", "counter", "Optimizer steps on record.", {(): now.steps})
+    text += metric("mok_deliveries_given_up_total", "counter", "Deliveries to webhooks that were given up.", {(): now.given_up})
+    text += metric("mok_nodes", "gauge", "Machines that schedulers have reported.", {(): now.nodes})
+    age: dict[Labels, float] = {} if now.heartbeat_seconds is None else {(): now.heartbeat_seconds}
+    return text + metric("mok_scheduler_heartbeat_age_seconds", "gauge", "Since a scheduler's last sign of life.", age)

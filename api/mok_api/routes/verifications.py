@@ -8,6 +8,7 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Request
 
 from mok_api import schemas
+from mok_api.access import Tenant
 from mok_api.answer import Json
 from mok_api.body import IdempotencyKey, JsonText, Nothing, idempotency, parse
 from mok_api.docs import accepted, created, json_body, refusals
@@ -25,7 +26,7 @@ LOCATION = "Location names the verification."
 @router.post("/v1/verifications", status_code=201, response_model=schemas.Verification,
              openapi_extra=json_body("NewVerification", schemas.NEW_VERIFICATION_EXAMPLE),
              responses=created(LOCATION) | accepted(LOCATION) | refusals(404, 409, 413, 415))
-def create_verification(request: Request, db: Db, settings: Configured, body: JsonText,
+def create_verification(request: Request, db: Db, tenant: Tenant, settings: Configured, body: JsonText,
                         idempotency_key: IdempotencyKey = None) -> Json:
     """Verify a run. A check reads every byte now and answers with its verdict (201). An audit or a rerun is queued (202): the run
     that `executed_by` names computes it again, with logs and events, and can be paused and resumed."""
@@ -34,34 +35,34 @@ def create_verification(request: Request, db: Db, settings: Configured, body: Js
     if wish.level != "check":
         execution = None if wish.execution is None else wish.execution.model_dump(exclude_unset=True)
         queued = jobs.verify(db, wish.run, wish.level, segments=wish.segments, seed=wish.seed, execution=execution,
-                             idempotency=key)
+                             tenant=tenant, idempotency=key)
         return Json(queued.as_dict(), 202, headers={"Location": f"/v1/verifications/{queued.id}"})
-    known = {c.info.step: c for c in runs.checkpoints(db, wish.run)}
+    known = {c.info.step: c for c in runs.checkpoints(db, wish.run, tenant)}
 
     def read(step: int, name: str) -> Iterator[bytes]:
         return pieces(open_file(settings, known[step], name))
 
-    checked = jobs.check(db, wish.run, read, idempotency=key)
+    checked = jobs.check(db, wish.run, read, tenant=tenant, idempotency=key)
     return Json(checked.as_dict(), 201, headers={"Location": f"/v1/verifications/{checked.id}"})
 
 
 @router.get("/v1/verifications/{verification}", response_model=schemas.Verification, responses=refusals(404))
-def get_verification(db: Db, verification: VerificationId) -> Json:
+def get_verification(db: Db, tenant: Tenant, verification: VerificationId) -> Json:
     """One verification: how far it is, and its verdict once it has ended."""
-    return Json(runs.get_verification(db, verification).as_dict())
+    return Json(runs.get_verification(db, verification, tenant).as_dict())
 
 
 @router.post("/v1/verifications/{verification}/cancel", response_model=schemas.Verification,
              responses=refusals(404, 409, 413, 415))
-def cancel_verification(db: Db, verification: VerificationId, _: Nothing) -> Json:
+def cancel_verification(db: Db, tenant: Tenant, verification: VerificationId, _: Nothing) -> Json:
     """End a verification without a verdict: the run that carries it out is cancelled. Again changes nothing."""
-    return Json(jobs.cancel_verification(db, verification).as_dict())
+    return Json(jobs.cancel_verification(db, verification, tenant).as_dict())
 
 
 @router.get("/v1/verifications/{verification}/attestation", response_model=schemas.Attestation, responses=refusals(404))
-def get_attestation(db: Db, verification: VerificationId) -> Json:
+def get_attestation(db: Db, tenant: Tenant, verification: VerificationId) -> Json:
     """What the service signed about the verdict of an audit or a rerun, and where its log has it."""
-    return Json(runs.get_verdict_attestation(db, verification).as_dict())
+    return Json(runs.get_verdict_attestation(db, verification, tenant).as_dict())
 
 
 def _refuse_what_does_not_go_together(wish: schemas.NewVerification) -> None:

@@ -77,7 +77,7 @@ def active_runs(tx: Connection) -> list[Row]:
         runs.c.id, runs.c.tenant, runs.c.execution, runs.c.step, runs.c.steps, runs.c.updated_at, runs.c.run_deadline_at,
         attempts.c.claimed_at, attempts.c.running_at, attempts.c.from_step, attempts.c.attempt,
     ).select_from(runs.join(attempts, of_attempt))
-    return all_rows(tx, query.where(HAS_LEASE).order_by(attempts.c.claimed_at, runs.c.id))
+    return all_rows(tx, query.where(HAS_LEASE).order_by(attempts.c.claimed_at, attempts.c.id))
 
 
 def leased_attempts(tx: Connection) -> list[Row]:

@@ -223,7 +223,7 @@ class Scheduler:
         if reply.started is not None and active.run.status != "running":  # else it is on file, and only the answer was lost
             told = reply.started
             result = runs.mark_running(self._db, active.lease, now, told.environment, told.placement, told.manifest)
-        if result.stop is None and (reply.records or reply.lines or reply.checkpoints):
+        if result.stop in (None, "user_paused") and (reply.records or reply.lines or reply.checkpoints):  # a pause loses nothing
             lines = [log_line(line) for line in reply.lines]
             result = runs.append(self._db, active.lease, reply.records, lines, reply.checkpoints, now)
         active.seen = reply.after(active.seen)

@@ -38,7 +38,8 @@ def library_path(backend: str) -> Path:
 def load_library(backend: str, path: Path | None = None) -> ctypes.CDLL:
     """Load the library, bind every operation, and refuse one that doesn't fit this Python code.
 
-    `path` names another build, of whatever sources: one that a bisect compares with. Raises LibraryUnusable: not found, not loadable, another ABI or arithmetic, or (in a checkout) built from other sources.
+    `path` names another build, of whatever sources: one that a bisect compares with. Raises
+    LibraryUnusable: not found, not loadable, another ABI or arithmetic, or (in a checkout) built from other sources.
     """
     named = path is not None
     path = path or library_path(backend)

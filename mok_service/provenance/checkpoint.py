@@ -9,7 +9,7 @@ from mok_service.provenance.chain import StateDigests
 from mok_service.provenance.digest import Digest
 
 WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
-# The documents (`digest.state_document`, canonical bytes) whose SHA-256 are the digests of the state. Older checkpoints lack them.
+# The documents (`digest.state_document`) whose SHA-256 are the digests of the state. Older checkpoints lack them.
 WEIGHTS_DOCUMENT, OPTIMIZER_DOCUMENT = "weights.json", "optimizer.json"
 DOCUMENTS: Final = {WEIGHTS: WEIGHTS_DOCUMENT, OPTIMIZER: OPTIMIZER_DOCUMENT}
 

@@ -50,9 +50,9 @@ def compare_records(first: Mapping[str, Any], second: Mapping[str, Any]) -> Reco
     outcome, step, change = _steps(_records(first), _records(second))
     return RecordDifference(
         outcome, step, change,
-        training=_changes("training", first["spec"]["training"], second["spec"]["training"]),
-        execution=_changes("execution", first["spec"]["execution"], second["spec"]["execution"]),
-        data=_changes("data", _data(first), _data(second)),
+        training=changes("training", first["spec"]["training"], second["spec"]["training"]),
+        execution=changes("execution", first["spec"]["execution"], second["spec"]["execution"]),
+        data=changes("data", _data(first), _data(second)),
         code=tuple(code_drift({"code": first["code"]}, {"code": second["code"]})),
     )
 
@@ -88,7 +88,8 @@ def _data(record: Mapping[str, Any]) -> dict[str, Any]:
     return {**manifest, "files": files}
 
 
-def _changes(name: str, first: Any, second: Any) -> tuple[Change, ...]:
+def changes(name: str, first: Any, second: Any) -> tuple[Change, ...]:
+    """The leaves in which two plain values differ, named `name.key...`."""
     return tuple(_differing(name, first, second))
 
 

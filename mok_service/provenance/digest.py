@@ -94,7 +94,7 @@ def state_digest(tensors: Iterable[TensorDigest]) -> Digest:
 
 
 def read_state_document(content: bytes, expected: Digest) -> list[TensorDigest]:
-    """The tensors that a state's document lists. Raises ValueError unless these bytes are those that `expected` is the digest of."""
+    """The tensors that a state's document lists. Raises ValueError for other bytes than those that `expected` is of."""
     got = sha256(content)
     if got != expected:
         raise ValueError(f"the document of the state has {got}, recorded is {expected}")

@@ -9,20 +9,19 @@ import math
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from mok_service.errors import InvalidSpec
 from mok_service.provenance.measure import Entry, Read, Stream, read_header
 
 BLOCK_BYTES: Final = 1 << 18
 # Bytes of an element, and the code of an unsigned integer of that width.
-_WIDTHS: Final = {1: "B", 2: "H", 4: "I", 8: "Q"}
+_WIDTHS: Final[dict[int, Literal["B", "H", "I", "Q"]]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 
 @dataclass(frozen=True, slots=True)
 class Element:
-    """One element of a tensor in two executions: bits as hex digits, the most significant first, and the values they stand for."""
+    """One element of a tensor in two executions: bits as hex digits, most significant first, and the values."""
 
     index: tuple[int, ...]
     first_bits: str
@@ -48,7 +47,7 @@ def element(dtype: str, shape: Sequence[int], position: int, first: bytes, secon
         position, at = divmod(position, size)
         index.append(at)
     bits = [value[::-1].hex() for value in (first, second)]
-    return Element(tuple(reversed(index)), *bits, *(_value(dtype, value) for value in (first, second)))
+    return Element(tuple(reversed(index)), bits[0], bits[1], _value(dtype, first), _value(dtype, second))
 
 
 def _value(dtype: str, content: bytes) -> float | int:

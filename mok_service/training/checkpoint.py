@@ -5,10 +5,12 @@ A checkpoint is a folder `step-00000020` holding
     model.safetensors       master weights, float32, Hugging Face names
     config.json             the model in Hugging Face's terms: `from_pretrained` loads the folder
     optimizer.safetensors   first/<name>, second/<name>, float32; previous_norm: the gradient norm that clipping keeps
-    weights.json, optimizer.json   the documents (`mok.state/v1`) whose SHA-256 are the digests of the state: every tensor's BLAKE3
+    weights.json            every tensor's BLAKE3: the document (`mok.state/v1`) whose SHA-256 is the digest of the weights
+    optimizer.json          the same of the optimizer's state
     checkpoint.json         step, chain head, digests of the state and of each file
 
-Checkpoints of earlier versions lack the two documents; they load as well. It is written under another name, flushed to the disk, and renamed: a partial one is never listed.
+Checkpoints of earlier versions lack the two documents; they load as well. A checkpoint is written under another name, flushed to
+the disk, and renamed: a partial one is never listed.
 """
 
 from __future__ import annotations
@@ -139,7 +141,8 @@ class CheckpointStore:
         check_files(folder, info)
         state = State(load_tensors(folder / WEIGHTS), load_tensors(folder / OPTIMIZER))
         for part, file, tensors, expected in (
-            ("weights", WEIGHTS, state.weights, info.state.weights), ("optimizer", OPTIMIZER, state.optimizer, info.state.optimizer),
+            ("weights", WEIGHTS, state.weights, info.state.weights),
+            ("optimizer", OPTIMIZER, state.optimizer, info.state.optimizer),
         ):  # fmt: skip
             rows = tensor_rows(tensors)
             got = state_digest(rows)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +59,7 @@ class Model:
         self.length, self.group_sequences, self.group_tokens = length, group_sequences, group_sequences * length
         self.parameters = Parameters(spec, precision, backend)
         self.scale = attention_scale(spec.head_size)
+        backend.place = "table of the rotary embedding"
         self._rope = backend.rope_table(length, spec.head_size, spec.rope_base)
         self._buffers: dict[str, Tensor] = {}
         self._routings: dict[str, _Routing] = {}
@@ -514,6 +515,17 @@ class Model:
             # Zeros: rows beyond the routed ones are read, and ignored, before anything has written them.
             flat = self._buffers[name] = torch.zeros(count, dtype=dtype, device=self.backend.device)
         return flat[:count].view(shape)
+
+    def workspace(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor that is kept between operations, by a name for people."""
+        layers = {f"{i}.": f"layer {i} " for i in range(self.spec.layers)}
+        for name, buffer in self._buffers.items():
+            at, _, rest = name.partition(".")
+            yield (layers[f"{at}."] + rest if f"{at}." in layers else name), buffer
+        for name, routing in self._routings.items():
+            for field, value in vars(routing).items():
+                if isinstance(value, Tensor):
+                    yield f"layer {name.split()[1]} routing {field}", value
 
     def _operand(self, name: str, *shape: int) -> Tensor:
         return self._buffer(name, *shape, dtype=self.operand_dtype)

@@ -118,6 +118,7 @@ class Parameters:
             if len(tensor.shape) == 1:
                 view.fill_(1.0)
             else:
+                self._backend.place = f"initial weights, {tensor.name}"
                 self._backend.random_normal(view, seed, f"init/{tensor.name}", self._model.initializer_range)
         self.refresh_operands()
 

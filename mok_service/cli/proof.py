@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from mok_service.cli.local import Local
     from mok_service.client import Client
     from mok_service.provenance.keys import PublicKey
+
+Format = Literal["folder", "mlflow", "openlineage", "ro-crate", "model-card"]
 
 keys_app = typer.Typer(help="The service's public keys.", no_args_is_help=True, rich_markup_mode=None)
 log_app = typer.Typer(help="The append-only log of attestations.", no_args_is_help=True, rich_markup_mode=None)
@@ -33,23 +35,43 @@ def add_to(app: typer.Typer) -> None:
 
 def export(
     run: RunArgument,
-    to: Annotated[Path, typer.Option("--to", metavar="FOLDER", help="Where to; it must not be there yet, or be empty.")],
+    to: Annotated[str, typer.Option("--to", metavar="PLACE", help="A folder that isn't there yet or is empty (folder, ro-crate), "
+                                    "a new file (model-card, openlineage), a URL (openlineage), a tracking URI (mlflow).")],
+    form: Annotated[Format, typer.Option("--format", metavar="folder|mlflow|openlineage|ro-crate|model-card",
+                                         help="What for; all but folder need an extra.")] = "folder",
     url: Url = None, data_dir: DataDir = DATA_DIR, as_json: AsJson = False,
 ) -> None:
-    """Write a run into a folder.
+    """Write a run into a folder, or in the form of another tool.
 
     Record, attestation, proof that the log has it, and checkpoints: `mok verify FOLDER` needs neither service nor database.
     """
     from mok_service import render
-    from mok_service.export import write_export
 
     with reader(url, data_dir) as source:
-        manifest = write_export(source, run_id(source, run), to)
+        if form != "folder":
+            _export_as(source, run_id(source, run), form, to, as_json)
+            return
+        from mok_service.export import write_export
+
+        manifest = write_export(source, run_id(source, run), Path(to))
     if as_json:
         render.print_json(manifest)
     else:
         size = sum(file["size"] for file in manifest["files"])
         render.show(f"{manifest['run']}: {len(manifest['files'])} files, {size} bytes in {to}")
+
+
+def _export_as(source: Client | Local, run: str, form: Format, to: str, as_json: bool) -> None:
+    from mok_service import render
+    from mok_service.exporters import export_as
+
+    written = export_as(source, run, form, to)
+    if as_json:
+        render.print_json(written)
+    else:
+        facts = {name.replace("_", " "): value for name, value in written.items() if name not in ("run", "format", "to")}
+        more = "".join(f", {name} {value}" for name, value in facts.items())
+        render.show(f"{run}: {form} to {written['to']}{more}")
 
 
 def show(url: Url = None, data_dir: DataDir = DATA_DIR, as_json: AsJson = False) -> None:

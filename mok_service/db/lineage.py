@@ -72,9 +72,12 @@ def add_manifest(tx: Connection, tenant: str, manifest: Digest, named: Iterable[
 # ---- Looking up a digest ---------------------------------------------------------------------------------------------
 
 def _step_digest(column: Column[Digest], digest: Digest) -> ColumnElement[bool]:
-    """A digest column of step records, by its index: the expression is written as the index has it."""
+    """A digest column of step records, by its index: the expression is written as the index has it.
+
+    The whole digest is compared by `between`: after an `=`, SQLite puts the constant into the expression and can't use the index.
+    """
     shown: ColumnElement[str] = func.substr(column, literal_column("8"), literal_column("16"), type_=String)
-    return and_(shown == digest.hex[:16], column == digest)
+    return and_(shown == digest.hex[:16], column.between(digest, digest))
 
 
 def steps_with(tx: Connection, tenant: str, digest: Digest, name: str, limit: int) -> list[Row]:

@@ -112,7 +112,7 @@ def parse_url(url: str) -> URL:
 def _sqlite_engine(url: URL, read_only: bool) -> Engine:
     assert url.database is not None
     path = Path(url.database).absolute()
-    _refuse_network_file_system(path)
+    refuse_network_file_system(path)
     if read_only:
         url = url.set(database=f"file:{path}", query={"mode": "ro", "uri": "true"})
     # Threads may read while one writes: as many connections as the thread pool asks for.
@@ -135,7 +135,8 @@ def _sqlite_engine(url: URL, read_only: bool) -> Engine:
     return engine
 
 
-def _refuse_network_file_system(path: Path) -> None:
+def refuse_network_file_system(path: Path) -> None:
+    """Raises InvalidSpec when a path is, or would be, on a network file system."""
     real = path.resolve()
     mounts = [p for p in psutil.disk_partitions(all=True) if real.is_relative_to(p.mountpoint)]
     mount = max(mounts, key=lambda p: len(p.mountpoint), default=None)
@@ -219,14 +220,18 @@ def head_revision(config: Any) -> str:
     return head
 
 
-def current_revision(connection: Connection, config: Any) -> str | None:
-    """The schema that the database has; None for an empty one. Raises SchemaMismatch for one that this program doesn't know."""
+def known_revisions(config: Any) -> frozenset[str]:
+    """The schemas that this program can read or upgrade."""
     from alembic.script import ScriptDirectory
 
-    known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
+    return frozenset(script.revision for script in ScriptDirectory.from_config(config).walk_revisions())
+
+
+def current_revision(connection: Connection, config: Any) -> str | None:
+    """The schema that the database has; None for an empty one. Raises SchemaMismatch for one that this program doesn't know."""
     exists = connection.dialect.has_table(connection, "alembic_version")
     found = connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one_or_none() if exists else None
-    if found is not None and found not in known:
+    if found is not None and found not in known_revisions(config):
         raise SchemaMismatch(
             f"the database has schema {found}, which is newer than this program: update the program, or restore a backup",
             found=found, wanted=head_revision(config),

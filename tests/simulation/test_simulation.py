@@ -1,0 +1,117 @@
+"""Thousands of worlds in which everything goes wrong; and proof that a world notices when the service does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from itertools import chain, count, islice
+from typing import Any
+
+import pytest
+
+from mok_service import runs
+from mok_service.db import queries
+from mok_service.lifecycle import TRANSITIONS
+from mok_service.runs import leases, queue
+from tests.simulation import properties
+from tests.simulation.__main__ import chunk
+from tests.simulation.play import play
+
+WORLDS = 1500          # `make simulate` plays 10,000
+CHUNK = 50
+MUTANT_WORLDS_MAX = 150
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_whatever_happens_every_run_ends_right(half: int) -> None:
+    first = half * WORLDS // 2
+    chunks = [range(start, start + CHUNK) for start in range(first, first + WORLDS // 2, CHUNK)]
+    with ProcessPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
+        played = list(pool.map(chunk, chunks))
+    wrong = list(chain.from_iterable(found for found, _, _ in played))
+    assert not wrong, f"python -m tests.simulation --seed {wrong[0][0]} shows the first of these: {wrong}"
+    seen = {transition for _, _, of_chunk in played for transition in of_chunk}
+    legal = {(old, new) for old, news in TRANSITIONS.items() for new in news}
+    assert seen == legal, "every transition of the table happens, and no other"
+    reasons = {reason for _, ends, _ in played for reason in ends}
+    assert reasons >= {"finished", "user_cancelled", "attempts_exhausted", "out_of_memory", "non_finite", "bad_data",
+                       "queue_deadline", "run_deadline"}
+
+
+def test_a_seed_is_a_world_to_the_last_id() -> None:
+    first, second = list[str](), list[str]()
+    one, two = play(3, first), play(3, second)
+    assert first == second and len(first) > 10
+    assert one.submitted == two.submitted and one.now == two.now
+
+
+# ---- The simulation notices ------------------------------------------------------------------------------------------
+
+def no_token(patch: pytest.MonkeyPatch) -> None:
+    lock = queries.lock_run
+
+    def lock_for_anybody(tx: Any, run_id: str, tenant: str | None = None, token: str | None = None) -> Any:
+        return lock(tx, run_id, tenant)
+
+    def renew_for_anybody(tx: Any, run_id: str, token: str, expires_at: Any) -> Any:
+        return lock(tx, run_id)
+
+    patch.setattr(queries, "lock_run", lock_for_anybody)
+    patch.setattr(queries, "renew_lease", renew_for_anybody)
+
+
+def no_reaper(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(runs, "reap", lambda db, now: [])
+
+
+def no_capacity(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(queue, "has_room", lambda run, active, fits: fits(run.execution, []))
+
+
+def no_quota(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(queue, "over_quota", lambda run, active, shares: None)
+
+
+def no_count(patch: pytest.MonkeyPatch) -> None:
+    event = leases.LockedRun.event
+
+    def skip_a_number(self: Any, kind: Any, payload: Any, now: Any) -> None:
+        event(self, kind, payload, now)
+        if kind == "checkpoint":
+            self.set(event_count=self["event_count"] + 1)
+
+    patch.setattr(leases.LockedRun, "event", skip_a_number)
+
+
+def no_cancel(patch: pytest.MonkeyPatch) -> None:
+    stop = leases.LockedRun.stop
+
+    def deaf(self: Any, reason: Any, now: Any, message: str | None = None) -> None:
+        if reason != "user_cancelled":
+            stop(self, reason, now, message)
+
+    patch.setattr(leases.LockedRun, "stop", deaf)
+
+
+@pytest.mark.parametrize(("mutate", "noticed"), [
+    (no_token, "without its lease"),
+    (no_reaper, "never ended"),
+    (no_capacity, "more is active than fits"),
+    (no_quota, "_max is"),
+    (no_count, "event numbers have gaps"),
+    (no_cancel, "cancel was granted"),
+])
+def test_a_service_that_does_wrong_is_caught(
+    mutate: Callable[[pytest.MonkeyPatch], None], noticed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutate(monkeypatch)
+    for seed in islice(count(), MUTANT_WORLDS_MAX):
+        try:
+            play(seed)
+        except properties.Violated as violated:
+            if noticed in str(violated):
+                return
+        except Exception:  # what it does wrong may break it otherwise first
+            continue
+    pytest.fail(f"{MUTANT_WORLDS_MAX} worlds, and nobody noticed")

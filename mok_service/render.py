@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from mok_service.provenance.compare import RecordDifference
+    from mok_service.provenance.compare import Change, RecordDifference
 
 LINE_SECONDS: Final = 5.0  # between two lines of progress where there is no terminal
 RATE_STEPS: Final = 20     # the speed is that of the last so many steps
@@ -183,23 +183,42 @@ def estimate_table(validated: Mapping[str, Any]) -> Table:
 
 
 def difference_lines(difference: RecordDifference) -> Iterable[str]:
-    """How two runs compare, in sentences: what was asked for, then the steps."""
-    for name, changes in (("training", difference.training), ("data", difference.data), ("execution", difference.execution)):
-        for change in changes[:CHANGES_MAX]:
-            yield f"{change.field}: {change.first} / {change.second}"
-        if len(changes) > CHANGES_MAX:
-            yield f"{name}: and {len(changes) - CHANGES_MAX} more"
-    yield from (f"code: {sentence}" for sentence in difference.code)
+    """How two runs compare: what may show in the bits, what may not, then the steps."""
+    may = [("training", difference.training), ("data", difference.data)]
+    may_not = [("execution", difference.execution), ("environment", difference.environment), ("layout", difference.layout),
+               ("attempts", difference.attempts)]
+    if difference.code or any(changes for _, changes in may):
+        yield "what differs and may show in the bits:"
+        yield from _change_lines(may)
+        yield from (f"  code: {sentence}" for sentence in difference.code)
+    if any(changes for _, changes in may_not):
+        yield "what differs and may not show in the bits:"
+        yield from _change_lines(may_not)
     if difference.change is not None:
-        yield f"different: step {difference.step}, {difference.change.field}"
-        yield f"  {difference.change.first}"
-        yield f"  {difference.change.second}"
+        field = difference.change.field
+        yield f"different: step {difference.step}, {field}"
+        for value in (difference.change.first, difference.change.second):
+            yield f"  {_or_dash(value)}" + (f"  ({_from_bits(value)!r})" if field in ("loss", "grad_norm") and value else "")
     elif difference.outcome == "equal":
         yield f"equal: every step record, {_or_dash(difference.step)} steps"
     elif difference.step is None:
         yield "nothing to compare: one of them has no step records"
     else:
         yield f"equal through step {difference.step}, where the shorter one ends"
+
+
+def _change_lines(kinds: Sequence[tuple[str, Sequence[Change]]]) -> Iterable[str]:
+    for name, changes in kinds:
+        for change in changes[:CHANGES_MAX]:
+            yield f"  {change.field}: {_or_dash(change.first)} / {_or_dash(change.second)}"
+        if len(changes) > CHANGES_MAX:
+            yield f"  {name}: and {len(changes) - CHANGES_MAX} more"
+
+
+def _from_bits(bits: str) -> float:
+    from mok_service.provenance.chain import float_from_bits
+
+    return float_from_bits(bits)
 
 
 class StepProgress(AbstractContextManager["StepProgress"]):

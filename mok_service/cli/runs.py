@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -100,28 +102,55 @@ def watch(run: RunArgument, url: Url = None, data_dir: DataDir = DATA_DIR, as_js
 
 
 def diff(
-    first: Annotated[str, typer.Argument(metavar="RUN1", help="Id of a run.")],
-    second: Annotated[str, typer.Argument(metavar="RUN2", help="Id of a run.")],
+    first: Annotated[str, typer.Argument(metavar="RUN1", help="Id of a run, an exported folder, or a record's file.")],
+    second: Annotated[str, typer.Argument(metavar="RUN2", help="The other one.")],
+    tensors: Annotated[bool, typer.Option("--tensors", help="Compare the bytes too: tensors and elements in which the first "
+                                                            "checkpoints that differ do so. Not for a record's file.")] = False,
     url: Url = None, data_dir: DataDir = DATA_DIR, as_json: AsJson = False,
 ) -> None:
     """Compare two runs.
 
-    Their specs, and their step records up to the first that differs.
+    What may show in the bits (training spec, data, code), what may not (execution spec, environment, layout, attempts), and
+    their step records up to the first that differs.
 
     Exits 0 when every step is equal, 3 when one differs, 5 when they are equal as far as the shorter one goes.
     """
     from mok_service import render
+    from mok_service.cli.executions import differing_tensors, executions
+    from mok_service.errors import Tampered
     from mok_service.provenance.compare import compare_records
 
-    with reader(url, data_dir) as source:
-        a, b = (source.provenance(run_id(source, run)) for run in (first, second))
-    difference = compare_records(a, b)
+    with ExitStack() as stack:
+        a, b = (_record(stack, run, url, data_dir) for run in (first, second))
+    try:
+        difference = compare_records(a, b)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise Tampered(f"one of them isn't a well-formed record: {type(error).__name__}: {error}", field="record") from None
+    found = None
+    if tensors:
+        with executions([first, second], url, data_dir) as pair:
+            found = differing_tensors(*pair)
     if as_json:
-        render.print_json(difference.as_dict())
+        render.print_json(difference.as_dict() | ({} if found is None else found.as_dict()))
     else:
-        for line in render.difference_lines(difference):
+        for line in (*render.difference_lines(difference), *(() if found is None else found.lines())):
             render.show(line)
     raise typer.Exit({"equal": 0, "different": 3, "equal_so_far": 5}[difference.outcome])
+
+
+def _record(stack: ExitStack, text: str, url: str | None, data_dir: Path) -> dict[str, Any]:
+    """The record that an argument names. What is on the disk needs no service."""
+    from mok_service.export import RECORD, load_document
+    from mok_service.provenance.record import RECORD_TYPE
+
+    path = Path(text)
+    if not path.exists():
+        source = stack.enter_context(reader(url, data_dir))
+        return source.provenance(run_id(source, text))
+    found = load_document(path, RECORD) if path.is_dir() else load_document(path.parent, path.name)
+    if found.get("type") != RECORD_TYPE:
+        raise typer.BadParameter(f"{text} holds {found.get('type')!r:.80}; allowed: a record, {RECORD_TYPE}")
+    return found
 
 
 def cancel(run: RunArgument, url: Url = None, data_dir: DataDir = DATA_DIR, as_json: AsJson = False) -> None:

@@ -80,11 +80,15 @@ def _step_digest(column: Column[Digest], digest: Digest) -> ColumnElement[bool]:
     return and_(shown == digest.hex[:16], column.between(digest, digest))
 
 
-def steps_with(tx: Connection, tenant: str, digest: Digest, name: str, limit: int) -> list[Row]:
+def steps_query(tenant: str, digest: Digest, name: str, limit: int) -> Select[Any]:
     """Run and step of the step records whose `name` (head, weights, optimizer) is the digest; the newest runs first."""
     t = step_records
     query = select(t.c.run_id, t.c.step).where(_step_digest(t.c[name], digest), t.c.tenant == tenant)
-    return _all(tx, query.order_by(t.c.run_id.desc(), t.c.step).limit(limit))
+    return query.order_by(t.c.run_id.desc(), t.c.step).limit(limit)
+
+
+def steps_with(tx: Connection, tenant: str, digest: Digest, name: str, limit: int) -> list[Row]:
+    return _all(tx, steps_query(tenant, digest, name, limit))
 
 
 def runs_with(tx: Connection, tenant: str, digest: Digest, name: str, limit: int) -> list[Row]:

@@ -1,4 +1,4 @@
-"""Two records beside each other: what their jobs asked for, and the first step in which they differ. Pure; no I/O."""
+"""Two records beside each other: what may show in the bits, what may not, and the first step that differs. Pure; no I/O."""
 
 from __future__ import annotations
 
@@ -31,10 +31,15 @@ class RecordDifference:
     outcome: Outcome                # equal_so_far: equal in every step that both have, but one has more
     step: int | None                # None when one of them has no step records
     change: Change | None           # in that step
+    # These may show in the bits.
     training: tuple[Change, ...]    # what was asked for
-    execution: tuple[Change, ...]   # may differ: it doesn't show in the bits
     data: tuple[Change, ...]
     code: tuple[str, ...]           # sentences
+    # These may not: where the bits differ, none of them is an excuse.
+    execution: tuple[Change, ...]
+    environment: tuple[Change, ...]  # software, packages, hardware, variables, as the workers reported them
+    layout: tuple[Change, ...]       # where it was placed
+    attempts: tuple[Change, ...]
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -42,6 +47,7 @@ class RecordDifference:
             "training": [change.as_dict() for change in self.training],
             "execution": [change.as_dict() for change in self.execution],
             "data": [change.as_dict() for change in self.data], "code": list(self.code),
+            **{name: [change.as_dict() for change in getattr(self, name)] for name in ("environment", "layout", "attempts")},
         }
 
 
@@ -54,6 +60,9 @@ def compare_records(first: Mapping[str, Any], second: Mapping[str, Any]) -> Reco
         execution=changes("execution", first["spec"]["execution"], second["spec"]["execution"]),
         data=changes("data", _data(first), _data(second)),
         code=tuple(code_drift({"code": first["code"]}, {"code": second["code"]})),
+        environment=changes("environment", _environment(first), _environment(second)),
+        layout=changes("layout", first["layout"]["physical"], second["layout"]["physical"]),
+        attempts=changes("attempts", _attempts(first), _attempts(second)),
     )
 
 
@@ -80,12 +89,28 @@ def _records(record: Mapping[str, Any]) -> list[StepRecord]:
 
 
 def _data(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The manifest, its files by name."""
+    """The manifest, its files by name; and its digest, which also tells of another order of the files."""
     if record["data"] is None:
         return {}
     manifest = dict(record["data"]["manifest"])
     files = {file["name"]: f"{file['size']} bytes, sha256:{file['sha256']}" for file in manifest.pop("files")}
-    return {**manifest, "files": files}
+    return {"digest": record["data"]["digest"], **manifest, "files": files}
+
+
+def _environment(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The environment of the last attempt, a CPU's flags one by one."""
+    environment = dict(record["environment"] or {})
+    hardware = dict(environment.get("hardware") or {})
+    cpu = dict(hardware.get("cpu") or {})
+    if "flags" in cpu:
+        hardware["cpu"] = {**cpu, "flags": dict.fromkeys(cpu["flags"], True)}
+    return {**environment, "hardware": hardware}
+
+
+def _attempts(record: Mapping[str, Any]) -> dict[str, Any]:
+    """From which step each attempt went on, and how it ended."""
+    return {str(attempt["attempt"]): {"from_step": attempt["from_step"], "end": attempt["end"], "message": attempt["message"]}
+            for attempt in record["attempts"]}
 
 
 def changes(name: str, first: Any, second: Any) -> tuple[Change, ...]:
@@ -97,5 +122,8 @@ def _differing(name: str, first: Any, second: Any) -> Iterator[Change]:
     if isinstance(first, Mapping) and isinstance(second, Mapping):
         for key in dict.fromkeys((*first, *second)):
             yield from _differing(f"{name}.{key}", first.get(key), second.get(key))
+    elif isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
+        for index, (a, b) in enumerate(zip(first, second, strict=True)):
+            yield from _differing(f"{name}[{index}]", a, b)
     elif first != second:
         yield Change(name, first, second)

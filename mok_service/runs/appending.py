@@ -13,7 +13,7 @@ from mok_service.provenance.audit import Plan
 from mok_service.provenance.chain import StepRecord, first_difference, genesis
 from mok_service.provenance.checkpoint import CheckpointInfo
 from mok_service.provenance.digest import Digest
-from mok_service.runs.comparing import compare_record, originals, plan_of
+from mok_service.runs.comparing import compare_checkpoint, compare_record, originals, plan_of
 from mok_service.runs.leases import stop_of
 from mok_service.runs.locked import LockedRun, leased
 from mok_service.runs.rows import checkpoint_row, record_of, step_row
@@ -42,6 +42,7 @@ def append(db: Database, lease: Lease, records: Sequence[StepRecord], logs: Sequ
         if run["stop_reason"] not in _CLOSED:
             for info in checkpoints:
                 _store_checkpoint(run, info, at)
+                compare_checkpoint(run, info, at)
         return stop_of(run)
 
 

@@ -11,6 +11,7 @@ from mok_service.db import queries
 from mok_service.lifecycle import FINAL, StopReason
 from mok_service.provenance.audit import Plan, audited, report
 from mok_service.provenance.chain import StepRecord
+from mok_service.provenance.checkpoint import CheckpointInfo
 from mok_service.provenance.digest import Digest
 from mok_service.provenance.record import code_drift
 from mok_service.provenance.verify import Ending, Finding, compare_ends, compare_step
@@ -61,6 +62,19 @@ def compare_record(run: LockedRun, original: Row | None, record: StepRecord, now
         finding = Finding("TAMPERED", message, what, record.step, str(original["head"]), str(expected.head()))
     if finding is not None:
         _stop(run, finding, now, original["attempt"])
+
+
+def compare_checkpoint(run: LockedRun, info: CheckpointInfo, now: datetime) -> None:
+    """Ends a rerun at the first checkpoint that isn't the state in the original's of that step: not every step's record has the
+    state's digest."""
+    original = queries.checkpoint(run.tx, run["reproduces"], info.step) if is_compared(run) else None
+    if original is None:
+        return
+    for part, got in info.state.as_dict().items():
+        if str(original[part]) != got:
+            message = f"step {info.step}: the {part} in the checkpoint expected {original[part]}, got {got}"
+            _stop(run, Finding("DIVERGED", message, part, info.step, str(original[part]), got), now)
+            return
 
 
 def _stop(run: LockedRun, finding: Finding, now: datetime, attempt: int | None = None) -> None:

@@ -2,8 +2,8 @@
 
 Bytes come in pieces, from a disk or over HTTP, and are read once. A checkpoint that lists its tensors (`weights.json`,
 `optimizer.json`) gets those named that are wrong: the digest on record is that of the list. Nothing here needs torch: a
-safetensors file is the length of its header (8 bytes, little-endian), the header (JSON: name -> dtype, shape, data_offsets) and the
-tensors' bytes.
+safetensors file is the length of its header (8 bytes, little-endian), the header (JSON: name -> dtype, shape, data_offsets) and
+the tensors' bytes.
 """
 
 from __future__ import annotations

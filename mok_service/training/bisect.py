@@ -22,7 +22,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor
 
-from mok_service.errors import InvalidSpec, NonFinite, SourceDrift, Tampered
+from mok_service.errors import InvalidSpec, NonFinite, NotFound, SourceDrift, Tampered
 from mok_service.kernels.abi import ARITHMETIC
 from mok_service.kernels.native import NativeBackend
 from mok_service.provenance.chain import StateDigests, StepRecord, check_links, first_difference, genesis
@@ -192,7 +192,8 @@ def bisect(
     """Find where two executions of a job come apart.
 
     REPRODUCED when nothing differs; DIVERGED with the place; INCONCLUSIVE with the reason: the data or the arithmetic are others,
-    or what is on record doesn't recur. Raises InvalidSpec when initial weights don't fit; what `progress` raises.
+    or what is on record doesn't recur. `initial_weights` come with a job that has `init_from`. Raises InvalidSpec when they don't
+    fit, and what `progress` raises.
     """
     search = _Search(training, corpus, [first, second], initial_weights, progress)
     try:
@@ -240,7 +241,8 @@ class _Search:
 
     def _require_sources(self) -> None:
         if self.training.arithmetic != ARITHMETIC:
-            raise _Found("INCONCLUSIVE", f"the job's arithmetic is {self.training.arithmetic}, and that of the kernels {ARITHMETIC}")
+            message = f"the job's arithmetic is {self.training.arithmetic}, and that of the kernels {ARITHMETIC}"
+            raise _Found("INCONCLUSIVE", message)
         for side in self.sides:
             if side.manifest is not None:
                 try:
@@ -320,11 +322,8 @@ class _Search:
                     continue
                 try:
                     return side.load(info), info
-                except (Tampered, OSError) as error:
+                except (Tampered, NotFound, OSError) as error:
                     self.notes.append(f"{side.name}: the checkpoint of step {step} can't be used: {error}")
-        if self.training.init_from is not None and self.initial_weights is None:
-            raise _Found("INCONCLUSIVE", f"there is no checkpoint before step {last} that both have in common, and the weights "
-                                         "that the job starts from aren't at hand", last)
         return None
 
     def trainer(self, side: Side, backend: NativeBackend) -> Trainer:
@@ -408,7 +407,7 @@ class _Pair:
             if self.records[0] != self.records[1] and _bodies(self.records)[0] != _bodies(self.records)[1]:
                 return step
             if step < last and not all(_as_recorded(*pair) for pair in zip(search.sides, [step] * 2, self.records, strict=True)):
-                names = " and ".join(side.name for side in search.sides)
+                names = " and of ".join(side.name for side in search.sides)
                 raise _Found("INCONCLUSIVE", f"step {step} of {names} is not reproducible: replays agree with each other, and "
                                              "not with the records", step)
         return None

@@ -1,0 +1,118 @@
+"""A bisect of runs on record, on this machine: opens data, kernels and checkpoints, and hands them to `bisect.bisect`.
+
+    from mok_service.training.bisect_records import Machine, Recorded, bisect_records
+
+    other = Machine(library=Path("other/libmok.so"))
+    report = bisect_records(Recorded("A", record, read), None, Machine(), other, [Path("data")])
+    print(report.verdict, report.message)
+
+The command `mok bisect` and a worker call this; nothing here knows a database.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mok_service.errors import InvalidSpec
+from mok_service.export import inside
+from mok_service.kernels import load_backend
+from mok_service.kernels.native import NativeBackend
+from mok_service.provenance.checkpoint import CheckpointInfo
+from mok_service.provenance.measure import Read
+from mok_service.spec import JobSpec, override_execution, parse_job
+from mok_service.training.bisect import Counts, Executor, Progress, Report, Side, bisect, require_same_training, side_of
+from mok_service.training.checkpoint import CheckpointStore, State
+from mok_service.training.data import open_corpus
+from mok_service.training.hugging_face import initial_weights
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A run on record: what it is called, its record, and how to read the files of its checkpoints."""
+
+    name: str
+    record: Mapping[str, Any]
+    read: Read
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What computes one side again. None is what the run's execution spec says, or for the library the installed one."""
+
+    device: str | None = None
+    threads: int | None = None
+    isa: str = "auto"
+    library: Path | None = None
+
+    def executor(self, job: JobSpec) -> Executor:
+        """Raises InvalidSpec for a device or threads that aren't allowed."""
+        wish = {"device": self.device, "threads": self.threads}
+        job = override_execution(job, {name: value for name, value in wish.items() if value is not None})
+        execution = job.execution
+
+        def opened() -> NativeBackend:
+            return load_backend(execution.device, threads=execution.threads, isa=self.isa, library=self.library)
+
+        name = f"{execution.device}, {self.isa}" + ("" if self.library is None else f", {self.library}")
+        return Executor(name, opened, execution)
+
+
+def bisect_records(
+    first: Recorded,
+    second: Recorded | None,
+    first_machine: Machine,
+    second_machine: Machine,
+    data_roots: Sequence[Path],
+    *,
+    runs: Path | None = None,
+    progress: Progress = lambda *_: None,
+) -> Report:
+    """Bisect two runs of one job, or (`second` None) a run and a replay of it by `second_machine`.
+
+    `runs` is the folder of all runs' checkpoints where there is a service, for a job that starts from one of them. `progress` is
+    called before each step, with what is done, the step and the last; an exception from it ends the bisect, and nothing is left
+    behind. Raises InvalidSpec for runs of different jobs (naming the first field) or data that aren't there, Tampered for a
+    chain that contradicts itself, KernelError.
+    """
+    recorded = [first, second or first]
+    require_same_training(*(one.record for one in recorded))
+    jobs = [_job(one.record) for one in recorded]
+    names = [first.name, f"replay of {first.name} ({second_machine.executor(jobs[1]).name})" if second is None else second.name]
+    training = jobs[0].training
+    with tempfile.TemporaryDirectory(prefix="mok-bisect-") as folder:
+        sides = list[Side]()
+        machines = (first_machine, second_machine)
+        for name, one, job, machine in zip(names, recorded, jobs, machines, strict=True):
+            if second is None and sides:
+                sides.append(Side(name, machine.executor(job)))
+            else:
+                sides.append(side_of(name, one.record, machine.executor(job), _loader(one.read, Path(folder) / str(len(sides)))))
+        corpus = open_corpus(training.data, data_roots, training.model.vocabulary_size)
+        try:
+            weights = initial_weights(jobs[0], data_roots, runs)
+        except InvalidSpec as missing:
+            message = f"the weights that the job starts from aren't at hand: {missing.message}"
+            return Report("INCONCLUSIVE", message, names[0], names[1], None, None, None, (), Counts())
+        return bisect(training, corpus, sides[0], sides[1], initial_weights=weights, progress=progress)
+
+
+def _job(record: Mapping[str, Any]) -> JobSpec:
+    return parse_job({"training": record["spec"]["training"], "execution": record["spec"]["execution"]})
+
+
+def _loader(read: Read, folder: Path) -> Callable[[CheckpointInfo], State]:
+    """Brings the files of a checkpoint into a folder, and loads and checks them there."""
+
+    def load(info: CheckpointInfo) -> State:
+        for file in info.files:
+            path = inside(folder, f"{info.folder}/{file.name}")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as out:
+                out.writelines(read(info.step, file.name))
+        return CheckpointStore(folder).load(info)
+
+    return load

@@ -78,14 +78,15 @@ def find_url(url: str | None, data_dir: Path) -> str | None:
 class Client:
     """A connection to one service. Its methods raise ServiceUnreachable when nothing answers, or the service's refusal."""
 
-    def __init__(self, url: str, *, transport: httpx.BaseTransport | None = None,
+    def __init__(self, url: str, *, api_key: str | None = None, transport: httpx.BaseTransport | None = None,
                  retry_seconds: tuple[float, ...] = RETRY_SECONDS) -> None:
         self.url = url.rstrip("/")
         self._retry_seconds = retry_seconds
         try:
             host = httpx.URL(self.url).host
             self._http = httpx.Client(
-                base_url=self.url, transport=transport, timeout=httpx.Timeout(READ_SECONDS, connect=5.0),
+                base_url=self.url, transport=transport, headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+                timeout=httpx.Timeout(READ_SECONDS, connect=5.0),
                 trust_env=host not in ("localhost", "127.0.0.1", "::1"),  # a proxy can't reach a service on this machine
             )
         except httpx.InvalidURL as error:
@@ -192,6 +193,16 @@ class Client:
         proof: list[str] = self._json("GET", "/v1/log/proof", params=asked)["proof"]
         return proof
 
+    # The audit log of writes
+
+    def audit_entries(self, after: int = -1, *, tenant: str | None = None) -> list[dict[str, Any]]:
+        """All entries after a number. `tenant` is for operators; None: that of the key."""
+        return self._pages("/v1/audit", after, _of_tenant(tenant))
+
+    def audit_head(self, *, tenant: str | None = None) -> dict[str, Any]:
+        """The log's tenant, length and last digest."""
+        return self._json("GET", "/v1/audit/head", headers=_of_tenant(tenant))
+
     # Verifications
 
     def verify(self, run_id: str, level: str = "check", *, segments: int | None = None, seed: int | None = None,
@@ -264,11 +275,11 @@ class Client:
     def _items(self, run_id: str, what: str, after: int) -> list[dict[str, Any]]:
         return self._pages(f"/v1/runs/{_part(run_id)}/{what}", after)
 
-    def _pages(self, path: str, after: int) -> list[dict[str, Any]]:
+    def _pages(self, path: str, after: int, headers: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
         """Everything after a number, page after page."""
         items: list[dict[str, Any]] = []
         while True:
-            page = self._json("GET", path, params={"after": after, "limit": ITEMS_MAX})
+            page = self._json("GET", path, params={"after": after, "limit": ITEMS_MAX}, headers=headers)
             items += page["items"]
             if len(page["items"]) < ITEMS_MAX:
                 return items
@@ -360,6 +371,10 @@ def _kinds(root: type[MokError]) -> Iterator[type[MokError]]:
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value.isoformat() if isinstance(value, datetime) else value for name, value in values.items()
             if value is not None}
+
+
+def _of_tenant(tenant: str | None) -> dict[str, str]:
+    return {} if tenant is None else {"Mok-Tenant": tenant}
 
 
 def _part(text: str) -> str:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from mok_service.cli.options import DATA_DIR, DataDir
+from mok_service.cli.options import DATA_DIR, DataDir, own_key
 
 EXAMPLE: Final = Path("examples") / "tiny_moe.yaml"
 START_SECONDS_MAX: Final = 120.0
@@ -43,7 +43,7 @@ def demo(
     from mok_service.render import show
 
     job = read_spec(spec or _example())
-    with running_service(data_dir) as url, Client(url) as client:
+    with running_service(data_dir) as url, Client(url, api_key=own_key()) as client:
         show(f"service at {url}, data folder {data_dir}")
         submitted = client.submit(job.model_dump_json(exclude_unset=True))
         show(f"job {submitted['job']['id']}  {submitted['job']['digest']}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mok_service.cli.options import DATA_DIR, AsJson, DataDir, RunArgument, Url, reader, run_id, service
+from mok_service.cli.options import DATA_DIR, AsJson, DataDir, RunArgument, Url, own_key, reader, run_id, service
 
 if TYPE_CHECKING:
     from mok_service.spec import JobSpec
@@ -118,7 +118,7 @@ def _dry_run(job: JobSpec, url: str | None, data_dir: Path, as_json: bool) -> No
     if found is None:
         answer = preview(job)
     else:
-        with Client(found) as client:
+        with Client(found, api_key=own_key()) as client:
             answer = client.validate(job.model_dump_json(exclude_unset=True))
     if as_json:
         print_json(answer)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from mok_service import jobs, runs
+from mok_service import auditlog, jobs, runs
 from mok_service.db.session import Database, check_schema, parse_url
 from mok_service.errors import NotFound
 from mok_service.settings import Settings, load_settings
@@ -104,6 +104,16 @@ class Local:
 
     def log_proof(self, size: int, *, index: int | None = None, old_size: int | None = None) -> list[str]:
         return runs.log_proof(self._db, size, index=index, old_size=old_size)
+
+    def audit_entries(self, after: int = -1, *, tenant: str | None = None) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        while page := auditlog.entries(self._db, tenant or "local", after, ITEMS_MAX):
+            found += page
+            after = page[-1]["number"]
+        return found
+
+    def audit_head(self, *, tenant: str | None = None) -> dict[str, Any]:
+        return auditlog.head(self._db, tenant or "local")
 
     def checkpoint_file(self, run_id: str, step: int, name: str) -> Iterator[bytes]:
         """The bytes of a checkpoint's file, in pieces. Raises NotFound."""

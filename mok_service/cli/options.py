@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,7 +36,7 @@ def service(url: str | None, data_dir: Path) -> Iterator[Client]:
     found = find_url(url, data_dir)
     if found is None:
         raise ServiceUnreachable(f"no service holds the data folder {data_dir}; `mok serve` starts one, --url names another")
-    with Client(found) as client:
+    with Client(found, api_key=own_key()) as client:
         yield client
 
 
@@ -46,13 +47,18 @@ def reader(url: str | None, data_dir: Path) -> Iterator[Client | Local]:
 
     found = find_url(url, data_dir)
     if found is not None:
-        with Client(found) as client:
+        with Client(found, api_key=own_key()) as client:
             yield client
         return
     from mok_service.cli.local import open_local
 
     with open_local(data_dir) as local:
         yield local
+
+
+def own_key() -> str | None:
+    """The key in MOK_API_KEY. It has no option: other users of a machine see a command's arguments."""
+    return os.environ.get("MOK_API_KEY") or None
 
 
 def run_id(source: Client | Local, text: str) -> str:

@@ -112,7 +112,8 @@ def standings(db: Database, shown: Sequence[Run], now: datetime | None = None) -
     with db.read() as tx:
         seen, nodes = read_queue(tx, at, with_retries=True), _nodes(tx, at)
         ordered = order(seen.queued, seen.active, seen.shares, at)
-        groups, known = sql.queued_by_group(tx), {run.id: (number, run) for number, run in enumerate(ordered, 1)}
+        groups = sql.queued_by_group(tx)
+        known = {run.id: (number, run) for number, run in enumerate(ordered[:_exact(ordered, groups)], 1)}
         behind = _behind(tx, [run for run in queued if run.id not in known], groups, seen.shares)
     of = sum(group["count"] for group in groups)
     view = _View(seen, ordered, nodes, at)
@@ -122,6 +123,17 @@ def standings(db: Database, shown: Sequence[Run], now: datetime | None = None) -
         position, waiting = known[run.id] if run.id in known else behind[run.id]
         found[run.id] = Standing(position, max(position, of), starts.get(run.id), view.why(waiting))
     return found
+
+
+def _exact(ordered: Sequence[Waiting], groups: Sequence[Row]) -> int:
+    """How many places are certain: those up to the last run that was read of a group that has more."""
+    left = {(group["tenant"], group["device"], -group["queue_rank"]): group["count"] for group in groups}
+    last = dict[tuple[str, str, int], int]()
+    for number, run in enumerate(ordered, 1):
+        group = (run.tenant, run.execution.device, run.execution.priority)
+        left[group] -= 1
+        last[group] = number
+    return min((last[group] for group, count in left.items() if count), default=len(ordered))
 
 
 def _behind(tx: Connection, runs: Sequence[Run], groups: Sequence[Row], shares: Shares) -> dict[str, tuple[int, Waiting]]:
@@ -206,8 +218,7 @@ class _View:
         if not has_room(run, (), self._fits):
             return f"{_wanted(run.execution)} wanted, and the cluster has {self._count(run.execution, ())}"
         if not has_room(run, queue.active, self._fits):
-            free = self._count(run.execution, [busy.execution for busy in queue.active])
-            return f"{_wanted(run.execution)} wanted, {free} free; {self._next_end()}"
+            return f"{self._missing(run.execution)}; {self._next_end()}"
         kept = self._kept
         if kept is not None and kept.run.id != run.id and could_delay(run, kept, self._fits, queue.shares, self._now):
             return f"{kept.run.id} goes first, and this run could delay it"
@@ -220,12 +231,20 @@ class _View:
         first = min(ends, key=lambda busy: (busy.expected_end, busy.id))
         return f"next to end: {first.id}, expected at {time_text(first.expected_end)}"
 
-    def _count(self, execution: ExecutionSpec, active: Sequence[ExecutionSpec]) -> int:
-        """How many of its kind of device are free beside some runs."""
-        if execution.device == "cuda":
-            return sum(node.gpus for node in self._nodes) - sum(e.count for e in active if e.device == "cuda")
-        taken = sum((e.threads or max(node.cpus for node in self._nodes)) * e.count if e.device == "cpu" else
-                    (e.threads or 1) * e.count for e in active)
+    def _missing(self, wanted: ExecutionSpec) -> str:
+        active = [busy.execution for busy in self._queue.active]
+        free = self._count(wanted, active)
+        if wanted.device == "cuda" and free >= wanted.count:
+            beside = wanted.model_copy(update={"device": "cpu", "threads": wanted.threads or 1})
+            return f"{_wanted(beside)} beside {_wanted(wanted)} wanted, {self._count(beside, active)} free"
+        return f"{_wanted(wanted)} wanted, {free} free"
+
+    def _count(self, wanted: ExecutionSpec, active: Sequence[ExecutionSpec]) -> int:
+        """How many devices of the wanted kind are free beside some runs."""
+        if wanted.device == "cuda":
+            return sum(node.gpus for node in self._nodes) - sum(each.count for each in active if each.device == "cuda")
+        most = max(node.cpus for node in self._nodes)
+        taken = sum(each.count * (each.threads or (1 if each.device == "cuda" else most)) for each in active)
         return max(0, sum(node.cpus for node in self._nodes) - taken)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 
@@ -11,10 +12,12 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from mok_service import runs
+from mok_service.errors import Conflict, LibraryUnusable
 from mok_service.placement import NodeSize
 from mok_workers.attempt import Control
 from mok_workers.cluster import InProcessHandle
 from mok_workers.messages import Payload
+from mok_workers.scheduler import Scheduler
 from tests.workers.fakes import FakeTraining, Opens, chain, job_document
 from tests.workers.world import World
 
@@ -275,6 +278,50 @@ def test_pausing_keeps_the_state_and_resuming_goes_on(make_world: MakeWorld, ste
     world.ended(run_id)
     world.assert_whole(run_id)
     assert world.cluster.placed[-1].last_step == step and world.ends(run_id) == ["stopped", "finished"]
+
+
+def test_a_pause_between_two_looks_drops_no_record(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker's first answer has everything, and the user pauses just before it is put on file."""
+    run_id = world.submit()
+    mark_running = runs.mark_running
+
+    def paused_just_before(*arguments: object) -> object:
+        with suppress(Conflict):
+            runs.pause(world.db, run_id)
+        return mark_running(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(runs, "mark_running", paused_just_before)
+    world.until(lambda: bool(world.cluster.handles))
+    world.cluster.handles[f"{run_id}-1"].attempt.join(10.0)
+    world.until(lambda: world.run(run_id).status in ("paused", "failed", "succeeded"))
+    monkeypatch.undo()
+    if world.run(run_id).status == "paused":
+        runs.resume(world.db, run_id)
+    world.ended(run_id)
+    world.assert_whole(run_id)
+
+
+def test_without_a_native_library_a_run_fails_once_and_clearly(make_world: MakeWorld) -> None:
+    def opens(payload: Payload, control: Control) -> FakeTraining:
+        raise LibraryUnusable("libmok.so was built from other sources; run `make install`")
+
+    world = make_world(opens=opens)
+    run = world.ended(run_id := world.submit(max_attempts=3))
+    assert (run.status, run.stop_reason, world.ends(run_id)) == ("failed", "library_unusable", ["failed"])
+    assert run.message == "libmok.so was built from other sources; run `make install`"
+
+
+def test_another_schedulers_attempts_on_the_same_cluster_are_left_alone(make_world: MakeWorld) -> None:
+    world = make_world(opens=Opens({3: "wait"}, gate=True))
+    run_id = world.submit(threads=1)
+    world.stored(run_id, 2)
+    other = Scheduler(world.db, world.cluster, world.settings, worker="other", boot_id="other")
+    other.tick(world.now)
+    assert world.handle(run_id).lost is None
+    assert isinstance(world.opens, Opens) and world.opens.go is not None
+    world.opens.go.set()
+    world.ended(run_id)
+    world.assert_whole(run_id)
 
 
 def test_a_worker_too_slow_to_pause_is_ended_by_the_deadline(make_world: MakeWorld) -> None:

@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 from alembic import command
+from sqlalchemy import text
 
 from mok_service import jobs, runs
-from mok_service.db import queries
+from mok_service.db import queries, tables
 from mok_service.db.session import Database, alembic_config, upgrade
 from mok_service.errors import InvalidSpec, NotFound
 from mok_service.provenance import merkle, tree
 from mok_service.provenance.attest import BUILD_TYPE, check_statement, open_envelope
+from mok_service.provenance.digest import sha256
 from mok_service.provenance.keys import SigningKey
+from mok_service.provenance.verdict import verdict_statement
 from mok_service.runs import Outcome
 from mok_workers.signing import Signer
 from tests.databases import Clock
@@ -87,17 +90,23 @@ def test_a_run_that_cannot_be_signed_does_not_keep_others_from_it(
     db: Database, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = (trained(db, clock, steps=1)[1].id for _ in range(2))
-    attest, signer = runs.attest, Signer(db, KEY)
+    now, tried = [0.0], list[float]()
+    attest, signer = runs.attest, Signer(db, KEY, lambda: now[0])
 
     def fails_once(database: Database, key: SigningKey, run_id: str, tenant: str) -> Any:
         if run_id == first:
+            tried.append(now[0])
             raise ValueError("no canonical bytes")
         return attest(database, key, run_id, tenant)
 
     monkeypatch.setattr(runs, "attest", fails_once)
     assert (signer.tick(), signer.tick()) == (1, 0)
+    for now[0] in range(1, 2000):
+        signer.tick()
+    assert tried[:6] == [0.0, 2, 6, 14, 30, 62] and tried[-1] - tried[-2] == 600, "less and less often"
     monkeypatch.undo()
-    assert Signer(db, KEY).tick() == 1, "the next boot signs it"
+    now[0] += 600
+    assert signer.tick() == 1, "once it can be signed, it is"
     assert [entry.run_id for entry in runs.log_entries(db)] == [second, first]
 
 
@@ -156,3 +165,67 @@ def test_nothing_is_left_of_an_attestation_that_failed(db: Database, clock: Cloc
     monkeypatch.undo()
     assert runs.log_entries(db) == [] and runs.signing_keys(db) == []
     assert runs.attest(db, KEY, run_id, now=clock.now).log_index == 0
+
+
+def test_a_verdict_is_attested_once_it_is_there(db: Database, clock: Clock) -> None:
+    """A verdict on a run, and the run that came to it, are two entries; what was cancelled is none."""
+    job, original = trained(db, clock)
+    asked = jobs.verify(db, original.id, "rerun", now=clock.tick())
+    cancelled = jobs.verify(db, original.id, "rerun", now=clock.tick())
+    rerun = succeed(db, start(db, clock), clock, records(job))
+    jobs.cancel_verification(db, cancelled.id, now=clock.tick())
+    assert Signer(db, KEY).tick() == 4
+    assert [(entry.run_id, entry.verification_id) for entry in runs.log_entries(db)] == [
+        (original.id, None), (rerun.id, None), (cancelled.executed_by, None), (original.id, asked.id)]
+    signed = runs.get_verdict_attestation(db, asked.id)
+    assert runs.get_verification(db, asked.id).log_index == signed.log_index == 3
+    document = json.loads(b64decode(signed.envelope["payload"]))
+    assert document == verdict_statement(runs.provenance(db, original.id), runs.get_verification(db, asked.id).as_dict())
+    with pytest.raises(NotFound, match="has no attestation"):
+        runs.get_verdict_attestation(db, cancelled.id)
+
+
+def test_a_proof_reads_a_few_rows_of_a_long_log(db: Database, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    size, frontier, leaves = 700, list[bytes](), list[bytes]()
+    rows = []
+    for index in range(size):
+        entry = sha256(str(index).encode())
+        leaves.append(tree.leaf(entry))
+        frontier = merkle.grown(frontier, index, leaves[-1])
+        rows.append({"log_index": index, "entry": entry, "frontier": [h.hex() for h in frontier], "head": {},
+                     "created_at": clock.now})
+    with db.write() as tx:
+        queries.add(tx, tables.log_entries, rows)
+    reads = list[int]()
+    read = queries.log_entries_at
+    monkeypatch.setattr(queries, "log_entries_at", lambda tx, indices: reads.append(len(set(indices))) or read(tx, indices))
+    for part in (1, 2, 3, 255, 256, 257, 511, 512, 640, 699, 700):
+        head = merkle.root(leaves[:part])
+        for index in {0, part // 3, part // 2, part - 1}:
+            proof = [bytes.fromhex(node) for node in runs.log_proof(db, part, index=index)]
+            assert merkle.verify_inclusion(leaves[index], index, part, proof, head)
+        for old in {1, part // 3, part // 2, part - 1} - {0}:
+            proof = [bytes.fromhex(node) for node in runs.log_proof(db, part, old_size=old)]
+            assert merkle.verify_consistency(old, part, proof, merkle.root(leaves[:old]), head)
+    assert max(reads) <= 40 and len(reads) > 60, "of 700"
+
+
+def test_reruns_from_before_verifications_were_tasks(empty_url: str, clock: Clock) -> None:
+    """Their verdicts move from the run that came to them to the run that they are about; those that are under way get theirs."""
+    upgrade(empty_url)
+    db, config = Database(empty_url, clock=clock), alembic_config()
+    job, original = trained(db, clock)
+    done = jobs.create_run(db, job.id, now=clock.tick())
+    succeed(db, start(db, clock), clock, records(job))
+    going = jobs.create_run(db, job.id, now=clock.tick())
+    with db.write() as tx:
+        config.attributes["connection"] = tx
+        command.downgrade(config, "0002")
+        before = tx.execute(text("SELECT run_id, compares_with FROM verifications"))
+        assert [tuple(row) for row in before] == [(done.id, original.id)]
+    upgrade(empty_url)
+    found = runs.verifications(db, original.id)
+    assert [(v.executed_by, v.verdict, v.status) for v in found] == [(done.id, "REPRODUCED", "done"), (going.id, None, "queued")]
+    succeed(db, start(db, clock), clock, records(job))
+    assert runs.get_verification(db, found[1].id).verdict == "REPRODUCED"
+    db.close()

@@ -32,6 +32,12 @@ class Settings(BaseSettings):
     """Folder of the embedded database, checkpoints, logs and server.json. Made absolute when the process starts."""
     database_url: str | None = Field(default=None, repr=False)
     """postgresql://user:password@host/name, or sqlite:////absolute/path; unset: an SQLite file in the data folder."""
+    checkpoint_dir: Path | None = None
+    """Folder of all runs' checkpoints; unset: checkpoints in the data folder. The API and every Ray node must see the same one."""
+    ray_address: str | None = Field(default=None, min_length=1, max_length=255)
+    """host:port of a Ray cluster that the scheduler joins; unset: it starts a Ray of its own."""
+    ray_token: Path | None = None
+    """File with the token of that Ray cluster; required with `ray_address`."""
     data_roots: Annotated[tuple[Path, ...], NoDecode] = ()
     """Folders whose files jobs may train on, separated as in PATH; unset: none."""
     host: str = Field(default="127.0.0.1", min_length=1, max_length=255)
@@ -98,7 +104,7 @@ class Settings(BaseSettings):
         separator = os.pathsep if info.field_name == "data_roots" else ","
         return tuple(part.strip() for part in value.split(separator) if part.strip()) if isinstance(value, str) else value
 
-    @field_validator("data_dir", "data_roots", "signing_key")
+    @field_validator("data_dir", "data_roots", "signing_key", "checkpoint_dir", "ray_token")
     @classmethod
     def _absolute(cls, value: Path | tuple[Path, ...] | None) -> Path | tuple[Path, ...] | None:
         """Paths keep their meaning when a process changes its working folder."""
@@ -113,13 +119,19 @@ class Settings(BaseSettings):
                              f"{self.lease_seconds:g}")
         return self
 
+    @model_validator(mode="after")
+    def _a_cluster_has_a_token(self) -> Self:
+        if self.ray_address is not None and self.ray_token is None:
+            raise ValueError("MOK_RAY_ADDRESS only with MOK_RAY_TOKEN, the file of the cluster's token")
+        return self
+
     def database(self) -> str:
         """The database's URL: `database_url`, or the embedded one in the data folder."""
         return self.database_url or f"sqlite:///{self.data_dir / 'mok.sqlite3'}"
 
     def checkpoints(self, run_id: str) -> Path:
         """The folder that holds a run's checkpoints."""
-        return self.data_dir / "checkpoints" / run_id
+        return (self.checkpoint_dir or self.data_dir / "checkpoints") / run_id
 
     def key_file(self) -> Path:
         """The file of the signing key."""

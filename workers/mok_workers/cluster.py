@@ -23,6 +23,7 @@ from mok_workers.attempt import Attempt, Open
 from mok_workers.messages import RECORDS_A_REPLY_MAX, Lost, Payload, Reply, Seen
 from mok_workers.supervisor import runs
 
+NAMESPACE: Final = "mok"                # schedulers of one cluster find each other's placement groups by name
 OBJECT_STORE_BYTES: Final = 100 << 20   # replies are small; Ray's own least is 75 MiB
 TEMP_LENGTH_MAX: Final = 40             # Ray adds 64 characters to reach its sockets, and AF_UNIX ends at 107
 
@@ -94,21 +95,27 @@ class Cluster(Protocol):
 
 class RayCluster:
     """A Ray of our own on this machine: own folder, own token, no dashboard, nothing in its environment but the allow-list.
+    Or, with an address, a cluster that was started elsewhere and that other schedulers may use too: it needs a node on this
+    machine, and what its workers see of an environment is its own matter.
 
     `start` must be called by a thread that lives until `close`: the kernel ends Ray's processes with the thread that made them.
     """
 
     def __init__(
         self, folder: Path, opens: Open, *, logs: Path | None = None, records_max: int = RECORDS_A_REPLY_MAX,
-        seconds_max: float = 1.0,
+        seconds_max: float = 1.0, address: str | None = None, token: Path | None = None,
     ) -> None:
         """`folder`: where Ray may keep its files, if the path is short enough; its logs end up in `logs`.
 
         An attempt answers when it has something to tell, at the latest after `seconds_max`, with at most `records_max` records.
         """
         self._folder, self._opens, self._logs, self._limits = folder, opens, logs, (records_max, seconds_max)
+        self._address, self._token = address, token
 
     def start(self) -> None:
+        if self._address is not None:
+            self._join(self._address)
+            return
         temp = temp_folder(self._folder)
         # What the process itself needs to talk to its Ray stays; all else comes back after Ray's processes have started.
         own = {**RAY_VARIABLES, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
@@ -122,12 +129,19 @@ class RayCluster:
             )
         os.environ.update(own)
 
+    def _join(self, address: str) -> None:
+        assert self._token is not None, "the settings ask for it"
+        os.environ.update({**RAY_VARIABLES, "RAY_AUTH_TOKEN_PATH": str(self._token)})
+        import ray
+
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
+
     def nodes(self) -> Sequence[NodeSize]:
         import ray
 
         alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
         if not alive:
-            raise ClusterLost("Ray's node on this machine is dead")
+            raise ClusterLost("no node of the Ray cluster is alive")
         return [
             NodeSize(node["NodeManagerHostname"], int(node["Resources"].get("CPU", 0)), int(node["Resources"].get("GPU", 0)))
             for node in alive

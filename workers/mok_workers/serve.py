@@ -201,7 +201,10 @@ class Service:
 
         try:
             settings = self._settings
-            cluster = RayCluster(settings.data_dir / RAY_FOLDER, open_training, logs=settings.data_dir / RAY_LOGS)
+            cluster = RayCluster(
+                settings.data_dir / RAY_FOLDER, open_training, logs=settings.data_dir / RAY_LOGS,
+                address=settings.ray_address, token=settings.ray_token,
+            )
             alone = db.dialect == "sqlite"
             scheduler = Scheduler(db, cluster, settings, worker=self._worker, boot_id=self._boot, alone=alone)
 

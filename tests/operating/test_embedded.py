@@ -1,0 +1,43 @@
+"""The embedded database under load, with real processes."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+
+from mok_service.db.session import Database
+from mok_service.integrity import inspect
+from mok_service.settings import Settings
+from tests.operating.installation import Api, free_port, get, job, mok
+from tests.services import Worker, spec
+
+
+def test_parallel_submits_while_another_process_writes_metrics(tmp_path: Path) -> None:
+    """Case 17: one process serves 50 submits at once, this one appends steps to the same file: no 5xx, nothing is locked."""
+    port = free_port()
+    api = Api(mok(tmp_path, "api", ["api", "--port", str(port)]), port)
+    settings = Settings(data_dir=tmp_path / "api")
+    api.start()
+    try:
+        api.ready()
+        db = Database(settings.database())
+        worker = Worker(db, settings)
+        assert httpx.post(api.url + "/v1/jobs", json=spec(steps=20), timeout=60.0).status_code == 201
+
+        def submit(seed: int) -> int:
+            return httpx.post(api.url + "/v1/jobs", json=job(seed), timeout=60.0).status_code
+
+        with ThreadPoolExecutor(50) as threads:
+            answers = [threads.submit(submit, seed) for seed in range(50)]
+            worked = [worker.work() for _ in range(4)]
+            assert [answer.result() for answer in answers] == [201] * 50
+        worker.sign()
+        assert {get(api.url, f"/v1/runs/{run}")["status"] for run in worked} == {"succeeded"}
+        assert len(get(api.url, "/v1/runs?limit=100")["items"]) == 51
+        seen = inspect(db, settings.checkpoints)
+        assert seen.faults == [] and seen.runs == 4
+        db.close()
+    finally:
+        assert api.program.stop() == 0

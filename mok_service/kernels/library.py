@@ -42,7 +42,7 @@ def load_library(backend: str, path: Path | None = None) -> ctypes.CDLL:
     LibraryUnusable: not found, not loadable, another ABI or arithmetic, or (in a checkout) built from other sources.
     """
     named = path is not None
-    path = path or library_path(backend)
+    path = library_path(backend) if path is None else path.absolute()  # a bare name would be looked for elsewhere
     try:
         library = ctypes.CDLL(str(path), mode=os.RTLD_LOCAL | os.RTLD_NOW)
     except OSError as error:

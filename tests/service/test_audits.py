@@ -39,7 +39,8 @@ def begin(db: Database, clock: Clock, run: Run, **given: Any) -> tuple[Verificat
 
 def of(plan: Plan, job: jobs.Job, change: dict[int, dict[str, Any]] | None = None) -> list[Any]:
     made = records(job)
-    return [replace(made[step], **(change or {}).get(step, {})) for s in plan.segments for step in range(s.first_record, s.end + 1)]
+    steps = [step for s in plan.segments for step in range(s.first_record, s.end + 1)]
+    return [replace(made[step], **(change or {}).get(step, {})) for step in steps]
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -11,7 +11,7 @@ import typer
 from mok_service.cli.options import DATA_DIR, AsJson, DataDir, Url
 
 if TYPE_CHECKING:
-    from mok_service.training.bisect import OperationFinding, Report, TensorFinding
+    from mok_service.training.bisect_report import OperationFinding, Report, TensorFinding
 
 Device = Annotated[str | None, typer.Option(metavar="cpu|cuda", help="Computes the first again; default: as in its spec.")]
 Threads = Annotated[int | None, typer.Option(min=0, help="CPU threads for the first; 0 for all.")]

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -29,16 +29,16 @@ from mok_service.provenance.chain import StateDigests, StepRecord, check_links, 
 from mok_service.provenance.checkpoint import CheckpointInfo
 from mok_service.provenance.compare import changes
 from mok_service.provenance.digest import Digest
-from mok_service.provenance.elements import Element, element
+from mok_service.provenance.elements import element
 from mok_service.provenance.manifest import DataManifest
 from mok_service.provenance.verify import Ending, compare_ends
 from mok_service.spec import ExecutionSpec, JobSpec, TrainingSpec
+from mok_service.training.bisect_report import Counts, OperationFinding, Report, TensorFinding, Verdict
 from mok_service.training.checkpoint import DTYPES, State
 from mok_service.training.data import Corpus, check_manifest
 from mok_service.training.loop import Trainer
 from mok_service.training.trace import Held, Operation, Trace, TracingBackend
 
-Verdict = Literal["REPRODUCED", "DIVERGED", "INCONCLUSIVE"]
 Progress = Callable[[str, int, int], None]  # what is done, step, last step; an exception from it ends the bisect
 
 
@@ -100,76 +100,6 @@ def require_same_training(first: Mapping[str, Any], second: Mapping[str, Any]) -
 
 
 # ---- What is found ----------------------------------------------------------------------------------------------------
-
-@dataclass(frozen=True)
-class TensorFinding:
-    """A tensor that differs, and the first element of it that does."""
-
-    argument: str              # of the operation; "weights", "first", "second" for a state
-    name: str                  # in the model, where it is known
-    differing: int
-    elements: int
-    element: Element
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"argument": self.argument, "name": self.name, "differing": self.differing, "elements": self.elements,
-                "element": self.element.as_dict()}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class OperationFinding:
-    """The first operation whose outputs differ. Where `inputs` is empty they're equal, so that it is this operation itself."""
-
-    number: int
-    of: int
-    operation: str
-    place: str
-    outputs: tuple[TensorFinding, ...]
-    inputs: tuple[TensorFinding, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "number": self.number, "of": self.of, "operation": self.operation, "place": self.place,
-            "outputs": [t.as_dict() for t in self.outputs], "inputs": [t.as_dict() for t in self.inputs],
-            "inputs_equal": not self.inputs,
-        }  # fmt: skip
-
-
-@dataclass
-class Counts:
-    """What it took."""
-
-    heads: int = 0               # heads of the chain that were compared
-    steps: int = 0               # computed again, both sides together
-    operation_digests: int = 0   # of outputs, both sides together
-    prefixes: int = 0            # prefix digests that were compared
-
-    def as_dict(self) -> dict[str, int]:
-        return dataclasses.asdict(self)
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a bisect found."""
-
-    verdict: Verdict
-    message: str
-    first: str
-    second: str
-    step: int | None
-    operation: OperationFinding | None
-    state: TensorFinding | None    # first tensor of the state after the step that differs
-    notes: tuple[str, ...]
-    counts: Counts
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "type": "mok.bisect/v1", "verdict": self.verdict, "message": self.message, "first": self.first, "second": self.second,
-            "step": self.step, "operation": None if self.operation is None else self.operation.as_dict(),
-            "state": None if self.state is None else self.state.as_dict(), "notes": list(self.notes),
-            "counts": self.counts.as_dict(),
-        }  # fmt: skip
-
 
 class _Found(Exception):
     """The search is over."""

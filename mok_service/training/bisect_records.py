@@ -24,7 +24,8 @@ from mok_service.kernels.native import NativeBackend
 from mok_service.provenance.checkpoint import CheckpointInfo
 from mok_service.provenance.measure import Read
 from mok_service.spec import JobSpec, override_execution, parse_job
-from mok_service.training.bisect import Counts, Executor, Progress, Report, Side, bisect, require_same_training, side_of
+from mok_service.training.bisect import Executor, Progress, Side, bisect, require_same_training, side_of
+from mok_service.training.bisect_report import Counts, Report
 from mok_service.training.checkpoint import CheckpointStore, State
 from mok_service.training.data import open_corpus
 from mok_service.training.hugging_face import initial_weights

@@ -18,7 +18,8 @@ from mok_service.kernels.native import NativeBackend
 from mok_service.provenance.manifest import DataManifest
 from mok_service.provenance.verify import Ending
 from mok_service.spec import JobSpec, override_execution
-from mok_service.training.bisect import Report, Side, bisect, require_same_training
+from mok_service.training.bisect import Side, bisect, require_same_training
+from mok_service.training.bisect_report import Report
 from mok_service.training.loop import Trainer
 from mok_service.training.trace import TracingBackend
 from tests.training.jobs import corpus_of, job

@@ -16,10 +16,10 @@ PACKAGES := -p mok_service -p mok_api -p mok_workers
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test lint lock bench exhaustive test-gpu bench-gpu probe-gpu clean
+.PHONY: help install demo test lint lock bench exhaustive test-gpu sanitize-gpu bench-gpu probe-gpu clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(STAMPS)/project ## make a virtual environment, build the native library, install the command mok
 	@$(CHECK)
@@ -54,6 +54,11 @@ exhaustive: $(STAMPS)/test ## functions on all 2^32 inputs, other compilers, a b
 
 test-gpu: $(STAMPS)/test ## the tests that need a CUDA GPU
 	$(BIN)/python -m pytest -m gpu
+
+sanitize-gpu: $(STAMPS)/test ## every operation and two steps of jobs under the four tools of compute-sanitizer
+	for tool in memcheck racecheck initcheck synccheck; do echo "== $$tool"; \
+		PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 $(BIN)/python -m pytest -m gpu \
+			-k 'not golden and not device and not all_inputs and not repeated' tests/gpu || exit 1; done
 
 bench-gpu: $(STAMPS)/test ## measure the CUDA kernels
 	$(BIN)/python benchmarks/gpu_product.py

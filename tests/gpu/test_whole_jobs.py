@@ -34,6 +34,15 @@ def test_golden_jobs_as_recorded_graphs(name: str, precision: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["shared expert and auxiliary losses", "ragged"])
+def test_two_steps(name: str, precision: str) -> None:
+    """Short enough to run under compute-sanitizer."""
+    cpu, gpu = backends()
+    spec = job(**JOBS[name], precision=precision, steps=2, digest_interval=1)
+    assert bodies(run(spec, gpu)) == bodies(run(spec, cpu))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_run_changes_the_device_at_every_step(precision: str, tmp_path: Path) -> None:
     """Stopped after a step on one device and resumed on the other, a run goes on with the same bits."""
     cpu, gpu = backends()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -14,6 +15,7 @@ from sqlalchemy.exc import OperationalError
 from mok_service import runs
 from mok_service.errors import Conflict, LibraryUnusable
 from mok_service.placement import NodeSize
+from mok_service.provenance.chain import StepRecord
 from mok_workers.attempt import Control
 from mok_workers.cluster import InProcessHandle
 from mok_workers.messages import Payload
@@ -247,6 +249,27 @@ def test_cancelled_only_once_the_devices_are_free(make_world: MakeWorld, monkeyp
     world.opens.go.set()
     assert world.ended(run_id).status == "cancelled" and not world.cluster.handles
     assert world.ends(run_id) == ["stopped"]
+
+
+def test_cancelled_while_it_writes_a_checkpoint(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Case 14: what was being written is on no record, and the devices are free."""
+    writing, go, commit = threading.Event(), threading.Event(), FakeTraining._commit
+
+    def slowly(training: FakeTraining, record: StepRecord) -> None:
+        writing.set()
+        assert go.wait(60)
+        commit(training, record)
+
+    monkeypatch.setattr(FakeTraining, "_commit", slowly)
+    world = make_world()
+    run_id = world.submit()
+    world.until(writing.is_set)
+    runs.cancel(world.db, run_id)
+    world.until(lambda: world.handle(run_id).lost is not None)
+    assert world.run(run_id).status == "stopping"
+    go.set()
+    assert world.ended(run_id).status == "cancelled" and not world.cluster.handles
+    assert runs.checkpoints(world.db, run_id) == [] and world.ends(run_id) == ["stopped"]
 
 
 def test_a_worker_that_cannot_be_seen_to_end_holds_no_run_for_ever(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from tests.services import Service
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "ray", "fastapi", "uvicorn", "sqlalchemy", "numpy", "pydantic", "httpx", "rich", "matplotlib")
 VERBS = ("demo", "serve", "api", "worker", "submit", "jobs", "rerun", "runs", "find", "lineage", "show", "logs", "watch", "diff", "cancel", "pause",
-         "resume", "verify", "provenance", "train", "db upgrade", "db check",
+         "resume", "verify", "bisect", "provenance", "train", "db upgrade", "db check",
          "export", "keys show", "keys export", "log verify")
 WITHOUT_JSON = ("demo", "serve", "api", "worker")  # they run, and print as they go
 

@@ -19,8 +19,9 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 Resolve = Callable[[str, int], Sequence[str]]
 
-# Public by number, but answered by the cloud's own machinery.
-_METADATA: Final = frozenset({ipaddress.ip_address("168.63.129.16")})
+# Not for everybody, though not every version of Python's tables says so: protocol assignments (one of them a cloud's metadata),
+# old relays, private NAT64; and a public number that is answered by a cloud's own machinery.
+_NOT_PUBLIC: Final = tuple(map(ipaddress.ip_network, ("192.0.0.0/24", "192.88.99.0/24", "64:ff9b:1::/48", "168.63.129.16/32")))
 _NAT64: Final = ipaddress.ip_network("64:ff9b::/96")
 
 
@@ -81,7 +82,9 @@ def is_allowed(address: Address, allowed: Sequence[Network] = ()) -> bool:
     inner = _wrapped(address)
     if inner is not None:
         return is_allowed(inner, allowed)
-    return address.is_global and not address.is_multicast and not address.is_reserved and address not in _METADATA
+    if any(address in network for network in _NOT_PUBLIC):
+        return False
+    return address.is_global and not address.is_multicast and not address.is_reserved
 
 
 def _wrapped(address: Address) -> ipaddress.IPv4Address | None:

@@ -102,6 +102,6 @@ class _Exchange:
             return
         try:
             await run_in_threadpool(request.end, status)
-        except SQLAlchemyError as error:
-            self.metrics.database_errors += 1
+        except Exception as error:  # a write that isn't on the log was rolled back with it: what came is a refusal, or nothing
+            self.metrics.database_errors += isinstance(error, SQLAlchemyError)
             logger.error("the outcome %d isn't on the audit log", status, exc_info=error)

@@ -207,8 +207,8 @@ class Client:
 
     def verify(self, run_id: str, level: str = "check", *, segments: int | None = None, seed: int | None = None,
                execution: Mapping[str, Any] | None = None, key: str | None = None) -> dict[str, Any]:
-        """Have the service verify a run. check: done when this returns. audit: so many drawn segments are computed again; rerun: all
-        of it: queued, and carried out by the run that `executed_by` names; see `verification` and `events`."""
+        """Have the service verify a run. check: done when this returns. audit (of so many drawn segments) and rerun (of
+        everything): queued, and carried out by the run that `executed_by` names; see `verification` and `events`."""
         body = {"run": run_id, "level": level, "segments": segments, "seed": seed, "execution": execution}
         return self._create("/v1/verifications", json.dumps(_given(body)), key)
 

@@ -212,9 +212,9 @@ def verify(db: Database, run_id: str, level: Literal["audit", "rerun"], *, segme
     """Queues a run that computes a run which has ended again: drawn segments of it (audit), or all of it (rerun).
 
     `segments` (None: up to four) are drawn by `seed` (None: drawn here). `execution` replaces single keys of the verified run's
-    own. A record that contradicts itself is TAMPERED at once, and nothing runs. Raises NotFound for an unknown run; Conflict for
-    one that hasn't ended, left nothing to compare with, or is an audit itself; InvalidSpec for more segments than there are;
-    Unrunnable as `create_run` does.
+    own; without a device, a CPU does it where the cluster has no other. A record that contradicts itself is TAMPERED at once, and
+    nothing runs. Raises NotFound for an unknown run; Conflict for one that hasn't ended, left nothing to compare with, or is an
+    audit itself; InvalidSpec for more segments than there are; Unrunnable as `create_run` does.
     """
     seen = _answered(db, tenant, idempotency)
     if seen is not None:
@@ -230,8 +230,7 @@ def verify(db: Database, run_id: str, level: Literal["audit", "rerun"], *, segme
             else:
                 job = _job_of(_job(tx, row["job_id"], tenant))
                 of_run = JobSpec(training=job.training, execution=ExecutionSpec.model_validate(row["execution"]))
-                resolved = override_execution(of_run, execution or {}).execution
-                refuse_what_never_fits(tx, resolved, at)
+                resolved = _where_it_fits(tx, of_run, execution or {}, at)
                 refuse_over_quota(tx, tenant, resolved, at, new_job=False)
                 run = _queue_run(tx, job, resolved, "audit" if level == "audit" else "reproduction", row, at, plan)
                 made = _verification_by(tx, run.id)
@@ -286,6 +285,20 @@ def _at_once(tx: Connection, row: Row, now: datetime, **values: Any) -> str:
     made = run.add_verification(now, **values)
     run.save()
     return made
+
+
+def _where_it_fits(tx: Connection, of_run: JobSpec, keys: Mapping[str, Any], now: datetime) -> ExecutionSpec:
+    """The execution spec of a verification: the verified run's own, with these keys; on a CPU where nobody asks for another
+    device and the cluster has none. Raises Unrunnable."""
+    resolved = override_execution(of_run, keys).execution
+    try:
+        refuse_what_never_fits(tx, resolved, now)
+    except Unrunnable:
+        if "device" in keys or resolved.device == "cpu":
+            raise
+        resolved = override_execution(of_run, {**keys, "device": "cpu"}).execution
+        refuse_what_never_fits(tx, resolved, now)
+    return resolved
 
 
 def _verification_by(tx: Connection, run_id: str) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mok_service.environment import environment
-from mok_service.errors import Diverged, NonFinite, SourceDrift, Tampered
+from mok_service.errors import Diverged, MokError, NonFinite, SourceDrift, Tampered
 from mok_service.export import CHECKPOINTS, RECORD, load_document, verify_export
 from mok_service.kernels import load_backend
 from mok_service.provenance.audit import Plan, audited, draw, report, whole
@@ -64,7 +64,8 @@ def verify_folder(
     3. Each record that is computed again must be the one on file, and each segment must end with the state on file.
 
     `segments` and `seed` are as in `provenance.audit.draw`; a seed is drawn if there is none. `execution` replaces keys of the
-    record's execution spec (device, threads ...), which doesn't show in the bits. Without a trusted key's signature a good
+    record's execution spec (device, threads ...), which doesn't show in the bits; without a device, the CPU does it where the
+    record's can't be used. Without a trusted key's signature a good
     outcome is INCONCLUSIVE. Raises NotFound for a folder without an export, InvalidSpec for data that aren't there or for more
     segments than there are.
     """
@@ -79,7 +80,8 @@ def verify_folder(
         return Outcome(Finding("INCONCLUSIVE", "the run left no step record: there is nothing to compare with", "chain"))
     plan = _plan(record, chain, level, draw_seed() if seed is None else seed, segments)
     drift = code_drift({"code": record["code"]}, environment())
-    finding = _replayed(folder, record, chain, plan, override_execution(_job(record), execution or {}), data_roots, drift, told)
+    job = _usable(override_execution(_job(record), execution or {}), "device" in (execution or {}))
+    finding = _replayed(folder, record, chain, plan, job, data_roots, drift, told)
     good = finding is None
     if finding is None:
         finding = audited(plan, drift) if level == "audit" else _end_of_rerun(record, chain, drift)
@@ -99,6 +101,17 @@ def _plan(record: Mapping[str, Any], chain: Sequence[StepRecord], level: str, se
 
 def _job(record: Mapping[str, Any]) -> JobSpec:
     return parse_job({"training": record["spec"]["training"], "execution": record["spec"]["execution"]})
+
+
+def _usable(job: JobSpec, wanted: bool) -> JobSpec:
+    """The job on a device that is here. Raises what loading its kernels raises when the device is `wanted`, or a CPU."""
+    try:
+        load_backend(job.execution.device, threads=job.execution.threads)
+    except MokError:
+        if wanted or job.execution.device == "cpu":
+            raise
+        return override_execution(job, {"device": "cpu"})
+    return job
 
 
 def _replayed(

@@ -12,11 +12,13 @@ from typing import Any
 
 import httpx
 import pytest
+from sqlalchemy import update
 
 from mok_service import jobs, runs
 from mok_service.cli.local import Local
 from mok_service.client import Client
-from mok_service.errors import Conflict, NotFound
+from mok_service.db import tables
+from mok_service.errors import Conflict, NotFound, Unrunnable
 from mok_service.export import write_export
 from mok_service.provenance.attest import open_envelope
 from mok_service.provenance.keys import SigningKey, public_keys, signing_key, write_public_keys
@@ -169,6 +171,27 @@ def test_an_exported_run_is_audited_anywhere(mok: Mok, exported: Callable[[], tu
         (tmp_path / "text" / file.name).write_bytes(file.read_bytes() + b".")
     assert mok("verify", folder, "--level", "audit", "--key", key, "--data", tmp_path / "text").status == 5, "other data"
     assert mok("verify", folder, "--level", "audit", "--key", key, "--data", TEXT, "--segments", "7").status == 2
+
+
+def test_what_a_gpu_trained_is_audited_on_a_cpu(
+    mok: Mok, world: World, run: str, exported: Callable[[], tuple[Path, Path]]
+) -> None:
+    """Where there is no GPU, and its library isn't known. The bits are a CPU's here; those of a GPU are held against it by
+    tests/gpu."""
+    execution = world.run(run).execution.model_dump(mode="json") | {"device": "cuda"}
+    code = {**CODE, "native": {**CODE["native"], "cuda": "sha256:" + "b" * 64}}
+    with world.db.write() as tx:
+        tx.execute(update(tables.runs).where(tables.runs.c.id == run).values(execution=execution, device="cuda"))
+        tx.execute(update(tables.attempts).where(tables.attempts.c.run_id == run).values(environment={"code": code}))
+    world.tick()
+    asked = jobs.verify(world.db, run, "audit", now=world.now)
+    assert world.run(str(asked.executed_by)).execution.device == "cpu"
+    assert world.ended(str(asked.executed_by)).verdict == "AUDITED"
+    with pytest.raises(Unrunnable, match="the cluster has 0"):
+        jobs.verify(world.db, run, "audit", execution={"device": "cuda"}, now=world.now)
+    folder, key = exported()
+    assert audit(mok, folder, key) == (0, "AUDITED", None, None)
+    assert "code differs" not in str(runs.get_verification(world.db, asked.id).message), "both have the CPU's library"
 
 
 def test_a_forger_who_signs_is_found_by_computing(

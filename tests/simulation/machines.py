@@ -26,8 +26,8 @@ Doom = Literal["none", "crash", "memory", "error", "nan", "data"]
 def job_of(steps: int, seed: int) -> JobSpec:
     return resolve(parse_job({
         "training": {
-            "name": "simulated", "seed": seed, "model": {"preset": "tiny"}, "data": {"source": "python-stdlib"}, "digest_interval": 2,
-            "sequence_length": 8, "batch": {"sequences": 2, "group_sequences": 1}, "steps": steps,
+            "name": "simulated", "seed": seed, "model": {"preset": "tiny"}, "data": {"source": "python-stdlib"},
+            "digest_interval": 2, "sequence_length": 8, "batch": {"sequences": 2, "group_sequences": 1}, "steps": steps,
         },
         "execution": {"checkpoint_interval": CHECKPOINT_STEPS, "threads": 1, "micro_batches": 1},
     }))

@@ -37,7 +37,8 @@ def fenced(world: World, use_case: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(use_case)
     def checked(db: Database, lease: Lease, *arguments: Any) -> Any:
         result = use_case(db, lease, *arguments)
-        demand(world.holder(db, lease), f"{use_case.__name__} wrote for attempt {lease.attempt} of {lease.run_id} without its lease")
+        what = f"{use_case.__name__} wrote for attempt {lease.attempt} of {lease.run_id} without its lease"
+        demand(world.holder(db, lease), what)
         return result
 
     return checked
@@ -100,18 +101,21 @@ def _check_run(world: World, run_id: str) -> None:
     records = chain(steps, seed)
     ENDS[reason] += 1
     _check_story(world, run_id, status)
-    rows = world.raw.execute("SELECT step, head, attempt FROM step_records WHERE run_id = ? ORDER BY step", (run_id,)).fetchall()
+    written = "SELECT step, head, attempt FROM step_records WHERE run_id = ? ORDER BY step"
+    rows = world.raw.execute(written, (run_id,)).fetchall()
     stored = [(number, str(record.head())) for number, record in enumerate(records)][:len(rows)]
     demand([(number, digest) for number, digest, _ in rows] == stored, f"{run_id}: other records than an undisturbed run's")
     by = [attempt for _, _, attempt in rows]
     demand(by == sorted(by), f"{run_id}: an earlier attempt wrote after a later one: {by}")
     cancelled = "cancel" in world.wishes.get(run_id, ())
-    demand((status == "cancelled") == cancelled, f"{run_id}: cancel was {'granted' if cancelled else 'not granted'}, it is {status}")
+    granted = "granted" if cancelled else "not granted"
+    demand((status == "cancelled") == cancelled, f"{run_id}: cancel was {granted}, it is {status}")
     match status, reason:
         case "succeeded", "finished":
             final = records[-1].state
             assert final is not None
-            demand((step, head, weights) == (steps, str(records[-1].head()), str(final.weights)), f"{run_id}: not its final state")
+            reached = step, head, weights
+            demand(reached == (steps, str(records[-1].head()), str(final.weights)), f"{run_id}: not its final state")
             original = world.raw.execute("SELECT status FROM runs WHERE id = ?", (reproduces,)).fetchone()
             demand(original is None or original[0] != "succeeded" or verdict == "REPRODUCED", f"{run_id}: verdict {verdict}")
         case "failed", "attempts_exhausted":

@@ -123,6 +123,11 @@ class Invented:
 def fill(db: Database, count: int) -> None:
     """Insert the rows of `count` runs."""
     invented = Invented()
+    if db.dialect == "sqlite":  # for filling only: the questions are asked through connections of the service's own
+        driver: Any = db.engine.raw_connection()
+        driver.driver_connection.executescript("PRAGMA synchronous = OFF; PRAGMA cache_size = -4000000; "
+                                               "PRAGMA wal_autocheckpoint = 100000")
+        driver.close()
     for first in range(0, count, BATCH):
         by_table: dict[Any, list[dict[str, Any]]] = {}
         steps: list[tuple[Any, ...]] = []
@@ -220,7 +225,7 @@ def database(kind: str, folder: Path) -> Iterator[Database]:
     with contextlib.ExitStack() as stack:
         if kind == "postgresql":
             server = stack.enter_context(_running(folder))
-            server.run("CREATE DATABASE mok", "ALTER SYSTEM SET shared_buffers = '1GB'", "ALTER SYSTEM SET max_wal_size = '8GB'")
+            server.run("CREATE DATABASE mok", "ALTER SYSTEM SET max_wal_size = '16GB'", "SELECT pg_reload_conf()")
             url = server.database("mok")
         else:
             url = f"sqlite:///{folder}/mok.db"
@@ -250,6 +255,7 @@ def main() -> None:
                         connection.execute(text("VACUUM ANALYZE"))
                 print(f"{kind}: {count} runs, {count * (STEPS + 1)} step records, filled in {time.perf_counter() - begin:.0f} s; "
                       f"MB: {json.dumps({name: round(size) for name, size in sizes(db).items()})}", flush=True)
+                db.engine.dispose()
                 measure(db, count, 3)
                 results[kind] = measure(db, count, arguments.times)
         finally:

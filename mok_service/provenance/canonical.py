@@ -6,12 +6,11 @@ first as decimal strings (`decimal_text`) and the second as hex digits of the bi
 
 from __future__ import annotations
 
+import json
 import re
 import struct
 from collections.abc import Mapping
 from typing import Any, Final
-
-import rfc8785
 
 INTEGER_MAX: Final = 2**53 - 1  # the largest integer that canonical JSON holds exactly
 
@@ -22,7 +21,9 @@ def canonical_bytes(value: Any) -> bytes:
     Raises ValueError, with the path inside the value, for a float, an integer beyond +-(2^53 - 1), a key that isn't a
     string, text that isn't valid Unicode (a lone surrogate), or any other type.
     """
-    return rfc8785.dumps(_plain(value, "$"))
+    # Without floats RFC 8785 is JSON without spaces, keys sorted by UTF-16 units: the standard library's encoder writes it, ten
+    # times as fast as one in Python. The tests hold it against an implementation of the RFC.
+    return json.dumps(_plain(value, "$"), ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
 def decimal_text(value: int) -> str:
@@ -44,7 +45,7 @@ def float64_from_bits(bits: str) -> float:
 
 
 def _plain(value: Any, path: str) -> Any:
-    """The same value in lists and dicts, once every part of it is known to have canonical bytes."""
+    """The same value in lists and dicts, keys in order, once every part of it is known to have canonical bytes."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -58,12 +59,16 @@ def _plain(value: Any, path: str) -> Any:
             if not isinstance(key, str):
                 raise ValueError(f"{path}: the key {key!r} isn't a string")
             _text(key, path)
-        return {key: _plain(item, f"{path}.{key}") for key, item in value.items()}
+        return {key: _plain(value[key], f"{path}.{key}") for key in sorted(value, key=_utf16)}
     if isinstance(value, (list, tuple)):
         return [_plain(item, f"{path}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, float):
         raise ValueError(f"{path}: canonical JSON takes no float, got {value!r}; write its bits as hex digits")
     raise ValueError(f"{path}: canonical JSON takes no {type(value).__name__}")
+
+
+def _utf16(key: str) -> bytes:
+    return key.encode("utf-16-be")
 
 
 def _text(value: str, path: str) -> str:

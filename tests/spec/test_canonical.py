@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+import rfc8785
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,6 +31,11 @@ def test_the_example_of_the_rfc() -> None:
 
 def test_text_is_escaped_as_little_as_possible() -> None:
     assert canonical_bytes('\u20ac$\u000f\nA\'B"\\\\"/\x7f') == '"\u20ac$\\u000f\\nA\'B\\"\\\\\\\\\\"/\x7f"'.encode()
+
+
+@given(VALUES)
+def test_the_bytes_are_those_of_another_implementation(value: Any) -> None:
+    assert canonical_bytes(value) == rfc8785.dumps(value)
 
 
 @given(VALUES)

@@ -86,14 +86,19 @@ class Program:
     folder: Path
     name: str
     process: subprocess.Popen[bytes] | None = None
+    user: int | None = None
 
     def start(self) -> None:
+        """Start it, after what may be left of its session's first group of processes."""
         assert not self.running, f"{self.name} runs"
+        if self.process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
         self.folder.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 self.words, env=dict(self.environment), cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                start_new_session=True, preexec_fn=_die_with_parent,
+                start_new_session=True, preexec_fn=_die_with_parent, user=self.user,
             )
 
     @property

@@ -1,0 +1,147 @@
+"""The two forms of the service, as things that can be killed in several ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+
+from mok_service.settings import Settings
+from tests.chaos.postgres import Postgres
+from tests.operating.installation import Api, Installation, Program, free_port, mok
+
+Kill = Callable[[], bool]  # whether there was something to kill
+
+
+class Form(Protocol):
+    name: str
+    url: str
+    settings: Settings
+
+    def kills(self) -> Mapping[str, Kill]:
+        """What can be killed, by kind."""
+
+    def keep(self) -> None:
+        """Start again what has ended: a service manager's part."""
+
+
+def kill_one(programs: list[Program], name: str) -> Kill:
+    """Kills one process of this name below the programs."""
+    def kill() -> bool:
+        for program in programs:
+            for process in program.processes():
+                with suppress(psutil.Error):
+                    if process.name().startswith(name):
+                        process.kill()
+                        return True
+        return False
+    return kill
+
+
+def kill_whole(program: Program) -> Kill:
+    def kill() -> bool:
+        was = program.running
+        program.kill()
+        return was
+    return kill
+
+
+def kill_root(program: Program) -> Kill:
+    """The first process alone: what it started must notice."""
+    def kill() -> bool:
+        if not program.running:
+            return False
+        assert program.process is not None
+        program.process.kill()
+        program.wait()
+        return True
+    return kill
+
+
+def kill_child(program: Program) -> Kill:
+    """The first process's child, which does the work."""
+    def kill() -> bool:
+        with suppress(psutil.Error, IndexError):
+            psutil.Process(program.processes()[0].pid).children()[0].kill()
+            return True
+        return False
+    return kill
+
+
+class Embedded:
+    """`mok serve`."""
+
+    name = "embedded (`mok serve`, SQLite)"
+
+    def __init__(self, folder: Path) -> None:
+        port = free_port()
+        self.service = Api(mok(folder, "serve", ["serve", "--port", str(port)]), port)
+        self.url, self.settings = self.service.url, Settings(data_dir=folder / "serve")
+
+    def kills(self) -> Mapping[str, Kill]:
+        program = self.service.program
+        return {
+            "everything at once": kill_whole(program), "supervisor": kill_root(program),
+            "API and scheduler": kill_child(program), "actor": kill_one([program], "ray::TrainActor"),
+            "raylet": kill_one([program], "raylet"), "Ray's control store": kill_one([program], "gcs_server"),
+        }
+
+    def keep(self) -> None:
+        if not self.service.program.running:
+            self.service.start()
+
+
+class Production:
+    """PostgreSQL, one Ray cluster, two API processes, two schedulers."""
+
+    name = "production (2 `mok api`, 2 `mok worker`, PostgreSQL, a Ray cluster)"
+
+    def __init__(self, folder: Path, postgres: Postgres) -> None:
+        self.postgres = postgres
+        self.installation = Installation(folder, postgres.url, apis=2, schedulers=2, cpus=2)
+        self.url = self.installation.apis[1].url
+        self.settings = Settings(
+            data_dir=folder / "reader", database_url=postgres.url, checkpoint_dir=folder / "checkpoints"
+        )
+
+    def kills(self) -> Mapping[str, Kill]:
+        parts = self.installation
+        ray = parts.ray.program
+        return {
+            "API": kill_whole(parts.apis[1].program), "scheduler, all of it": kill_whole(parts.schedulers[0]),
+            "scheduler's supervisor": kill_root(parts.schedulers[1]), "scheduler's process": kill_child(parts.schedulers[0]),
+            "actor": kill_one([ray], "ray::TrainActor"), "raylet": kill_one([ray], "raylet"),
+            "Ray, all of it": kill_whole(ray), "PostgreSQL": kill_whole(self.postgres.program),
+        }
+
+    def keep(self) -> None:
+        parts = self.installation
+        for program in (self.postgres.program, parts.ray.program, *(api.program for api in parts.apis), *parts.schedulers):
+            if not program.running:
+                program.start()
+
+
+@contextmanager
+def embedded(folder: Path) -> Iterator[Form]:
+    form = Embedded(folder)
+    form.service.start()
+    try:
+        form.service.ready()
+        yield form
+    finally:
+        form.service.program.stop()
+
+
+@contextmanager
+def production(folder: Path) -> Iterator[Form]:
+    postgres = Postgres(folder / "pg")
+    postgres.start()
+    try:
+        form = Production(folder, postgres)
+        with form.installation:
+            yield form
+    finally:
+        postgres.program.kill()

@@ -86,6 +86,35 @@ def test_lists_are_filtered(api: httpx.Client, worker: Worker, run: dict[str, An
     assert [use["job"] for use in api.get(f"/v1/digests/{other['job']['digest']}").json()["items"]] == [other["job"]["id"]]
 
 
+def test_every_filter_is_a_parameter(api: httpx.Client, worker: Worker, run: dict[str, Any]) -> None:
+    other = api.post("/v1/jobs", json=spec(name="other", seed=2**63 - 1)).json()["run"]["id"]
+    for wanted in ({"seed": 2**63 - 1}, {"name": "other"}, {"seed": 2**63 - 1, "model": "tiny", "kind": "original"}):
+        assert [r["id"] for r in api.get("/v1/runs", params=wanted).json()["items"]] == [other], wanted
+    at = api.get(f"/v1/runs/{other}").json()["created_at"]
+    assert [r["id"] for r in api.get("/v1/runs", params={"since": at}).json()["items"]] == [other]
+    assert [r["id"] for r in api.get("/v1/runs", params={"until": at}).json()["items"]] == [run["id"]]
+    assert api.get("/v1/runs", params={"parent": run["id"]}).json()["items"] == []
+    for wrong in ("seed=-1", f"seed={2**63}", "since=2026-12-01T10:00:00", "since=x", "model=gpt", "kind=copy", "sed=7"):
+        assert api.get(f"/v1/runs?{wrong}").status_code == 422, wrong
+
+
+def test_a_digest_and_a_lineage_are_described(api: httpx.Client, worker: Worker, run: dict[str, Any]) -> None:
+    worker.work()
+    api.post(f"/v1/jobs/{run['job']}/runs", json={})
+    again = worker.work()
+    weights = api.get(f"/v1/runs/{run['id']}").json()["weights"]
+    found = api.get(f"/v1/digests/{weights}").json()
+    assert api.get(f"/v1/digests/{weights.removeprefix('sha256:')}").json() == found
+    assert {use["run"] for use in found["items"]} == {run["id"], again}
+    for use in found["items"]:
+        assert api.get(use["place"]).status_code == 200, use
+    graph = api.get(f"/v1/runs/{again}/lineage").json()
+    assert {node["kind"] for node in graph["nodes"]} == {"run", "job", "data", "verification"} and not graph["truncated"]
+    assert api.get(f"/v1/runs/{again}/lineage", params={"depth": 21}).status_code == 422
+    refused = api.get("/v1/digests/blake3:" + "0" * 64)
+    assert refused.status_code == 422 and "aren't indexed" in refused.json()["error"]["message"]
+
+
 def test_a_reproduction_is_compared_and_its_verdict_stored(api: httpx.Client, worker: Worker, run: dict[str, Any]) -> None:
     early = api.post(f"/v1/jobs/{run['job']}/runs", json={})
     assert early.status_code == 409 and run["id"] in early.json()["error"]["message"]

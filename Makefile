@@ -16,10 +16,10 @@ PACKAGES := -p mok_service -p mok_api -p mok_workers
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test lint lock bench exhaustive test-gpu sanitize-gpu bench-gpu probe-gpu clean
+.PHONY: help install demo test lint lock bench bench-service chaos exhaustive test-gpu sanitize-gpu bench-gpu probe-gpu clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(STAMPS)/project ## make a virtual environment, build the native library, install the command mok
 	@$(CHECK)
@@ -44,6 +44,12 @@ lock: $(STAMPS)/test ## choose newest versions and write requirements/*.txt with
 bench: $(STAMPS)/test ## measure the CPU kernels, and a whole training step
 	$(BIN)/python benchmarks/product.py
 	$(BIN)/python -m benchmarks.training_step
+
+bench-service: $(STAMPS)/test ## measure the service: submits, appends, event streams, lists, memory
+	$(BIN)/python -m benchmarks.service
+
+chaos: $(STAMPS)/test ## kill a real service's processes at random, 100 times: takes long; SEED=N
+	$(BIN)/python -m tests.chaos --kills 100 --seed $(or $(SEED),1)
 
 exhaustive: $(STAMPS)/test ## functions on all 2^32 inputs, other compilers, a busy machine; takes long
 	library=$$($(BIN)/python -c 'from mok_service.kernels.library import library_path as p; print(p("cpu"))') && mkdir -p build && \

@@ -25,5 +25,5 @@ def describe(sizes: Sequence[NodeSize], here: dict[str, Any], worker: str) -> li
                 labels[f"gpu{gpu['index']}"] = gpu["name"]
                 labels[f"gpu{gpu['index']}_memory_bytes"] = str(gpu["memory_bytes"])
                 labels[f"gpu{gpu['index']}_uuid"] = gpu["uuid"]
-        nodes.append(Node(size.name, {"cpu": 1, "cuda": size.gpus}, labels, worker))
+        nodes.append(Node(size.name, {"cpu": min(size.cpus, 1), "cuda": size.gpus}, labels, worker))
     return nodes

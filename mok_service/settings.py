@@ -66,7 +66,7 @@ class Settings(BaseSettings):
     """Time between two signs of life in an event stream with nothing to say."""
     event_streams_max: int = Field(default=1000, ge=1, le=100_000)
     """Event streams that one API process serves at a time."""
-    event_streams_tenant_max: int = Field(default=200, ge=1, le=100_000)
+    event_streams_tenant_max: int = Field(default=600, ge=1, le=100_000)
     """Event streams of one tenant that one API process serves at a time."""
     require_keys: bool = False
     """Whether requests need an API key on loopback too. Elsewhere, and behind a trusted proxy, they always do."""

@@ -11,7 +11,7 @@ from fastapi import Depends, FastAPI
 
 from mok_api import access, errors, page
 from mok_api.access import Door, authorize
-from mok_api.docs import refusals, request_schemas
+from mok_api.docs import errors_are_json, refusals, request_schemas
 from mok_api.events import Streams
 from mok_api.guard import Guard
 from mok_api.metrics import Metrics
@@ -63,6 +63,7 @@ def _complete_description(app: FastAPI) -> None:
     def openapi() -> dict[str, Any]:
         described = generate()
         described["components"]["schemas"] = request_schemas() | described["components"]["schemas"]
+        errors_are_json(described)
         access.describe(described)
         return described
 

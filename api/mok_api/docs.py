@@ -60,6 +60,15 @@ def json_body(schema: str, example: dict[str, Any]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": content}}}
 
 
+def errors_are_json(description: dict[str, Any]) -> None:
+    """In the OpenAPI description: whatever a route answers with, its errors are JSON."""
+    for item in description["paths"].values():
+        for operation in item.values():
+            for status, answer in operation["responses"].items():
+                if not status.startswith("2") and "content" in answer:
+                    answer["content"] = {"application/json": next(iter(answer["content"].values()))}
+
+
 def request_schemas() -> dict[str, Any]:
     """The schemas that `json_body` refers to, with all that they refer to."""
     found: dict[str, Any] = {}

@@ -125,14 +125,14 @@ def test_a_stream_that_cannot_be_taken_up_again_is_reported() -> None:
 
 
 def test_aborted_streams_leave_nothing(service: Service, run: str) -> None:
-    """Case 28, with 60 of them: open streams and database connections return to what they were."""
+    """Case 28, with 500 of them: open streams and database connections return to what they were."""
     request = f"GET /v1/runs/{run}/events HTTP/1.1\r\nHost: 127.0.0.1\r\nAccept: text/event-stream\r\n\r\n".encode()
-    connections = [socket.create_connection(service.address) for _ in range(60)]
+    connections = [socket.create_connection(service.address) for _ in range(500)]
     for connection in connections:
         connection.sendall(request)
     for connection in connections:
         assert connection.recv(100).startswith(b"HTTP/1.1 200")
-    assert service.app.state.streams.open == 60
+    assert service.app.state.streams.open == 500
     for connection in connections:
         connection.close()
     wait_until(lambda: service.app.state.streams.open == 0)

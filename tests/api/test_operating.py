@@ -67,7 +67,8 @@ def test_metrics_tell_how_the_service_is(api: httpx.Client, service: Service, wo
     told = dict(re.findall(r"^(\w+(?:\{.*\})?) ([0-9.e+-]+)$", api.get("/metrics").text, re.MULTILINE))
     expected = {
         'mok_runs{status="queued"}': 1, 'mok_runs{status="succeeded"}': 1, "mok_queue": 1, "mok_outbox": 1,
-        "mok_unsigned_runs": 1, 'mok_attempts_ended_total{end="finished"}': 1, "mok_steps_total": 3, "mok_nodes": 0, "mok_event_streams": 0,
+        "mok_unsigned_runs": 1, 'mok_attempts_ended_total{end="finished"}': 1, "mok_steps_total": 3, "mok_nodes": 0,
+        "mok_event_streams": 0,
         'mok_http_requests_total{method="POST",route="/v1/jobs",status="201"}': 2, "mok_database_errors_total": 0,
         'mok_http_requests_total{method="GET",route="/v1/runs/{run}",status="404"}': 1, "mok_deliveries_given_up_total": 0,
         'mok_http_request_seconds_count{method="POST",route="/v1/jobs"}': 2,

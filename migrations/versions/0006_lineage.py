@@ -88,11 +88,8 @@ def _create_indexes() -> None:
         given = sa.text(f"{column} IS NOT NULL")
         op.create_index(f"ix_runs_{column}", "runs", [column], sqlite_where=given, postgresql_where=given)
     op.drop_index("ix_runs_head", "runs")
-    op.create_index("ix_step_records_head", "step_records", [sa.text("substr(head, 8, 16)")])
-    for column in ("weights", "optimizer"):
-        given = sa.text(f"{column} IS NOT NULL")
-        op.create_index(f"ix_step_records_{column}", "step_records", [sa.text(f"substr({column}, 8, 16)")],
-                        sqlite_where=given, postgresql_where=given)
+    for column in ("head", "weights", "optimizer"):
+        op.create_index(f"ix_step_records_{column}", "step_records", [sa.text(f"substr({column}, 8, 16)")])
     op.create_index("ix_checkpoints_optimizer", "checkpoints", ["optimizer"])
     op.create_index("ix_attestations_digest", "attestations", ["digest"])
     op.create_index("ix_digest_uses_run_id_role", "digest_uses", ["run_id", "role"])

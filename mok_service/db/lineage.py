@@ -13,6 +13,7 @@ from typing import Any
 from sqlalchemy import (
     Column,
     ColumnElement,
+    CompoundSelect,
     Connection,
     Select,
     String,
@@ -20,9 +21,9 @@ from sqlalchemy import (
     exists,
     func,
     literal_column,
-    or_,
     select,
     tuple_,
+    union,
 )
 from sqlalchemy.dialects import postgresql, sqlite
 
@@ -149,16 +150,22 @@ class RunFilter:
 
 
 def run_page(tx: Connection, tenant: str, after: Key | None, limit: int, wanted: RunFilter) -> list[Row]:
-    """Up to limit + 1 runs, newest first, after a key: the one too many tells that there is a next page."""
-    query = select(runs).where(runs.c.tenant == tenant)
+    """Up to limit + 1 runs, newest first, after a key: the one too many tells that there is a next page.
+
+    A digest or a parent is looked up first, and the runs then by their ids: else a database would read all runs in the order of
+    the page until it has met enough of them.
+    """
+    query = select(runs)
+    if wanted.digest is not None:
+        query = query.join(found := _with_digest(wanted.digest).subquery("found"), found.c.id == runs.c.id)
+    if wanted.parent is not None:
+        query = query.join(children := _children(wanted.parent).subquery("children"), children.c.id == runs.c.id)
+    looked_up = wanted.digest is not None or wanted.parent is not None
+    query = query.where(_of(runs.c.tenant, tenant) if looked_up else runs.c.tenant == tenant)
     for column, value in (("status", wanted.status), ("job_id", wanted.job), ("kind", wanted.kind), ("name", wanted.name),
                           ("model", wanted.model), ("seed", wanted.seed)):
         if value is not None:
             query = query.where(runs.c[column] == value)
-    if wanted.digest is not None:
-        query = query.where(_uses_digest(wanted.digest))
-    if wanted.parent is not None:
-        query = query.where(runs.c.id.in_(_children(wanted.parent)))
     if wanted.since is not None:
         query = query.where(runs.c.created_at >= wanted.since)
     if wanted.until is not None:
@@ -168,23 +175,31 @@ def run_page(tx: Connection, tenant: str, after: Key | None, limit: int, wanted:
     return _all(tx, query.order_by(runs.c.created_at.desc(), runs.c.id.desc()).limit(limit + 1))
 
 
-def _uses_digest(digest: Digest) -> ColumnElement[bool]:
+def _of(column: Column[str], tenant: str) -> ColumnElement[bool]:
+    """Rows of a tenant, where another index finds them: the expression keeps SQLite, which has no statistics, from reading all
+    rows of the tenant instead."""
+    return column.concat("") == tenant
+
+
+def _with_digest(digest: Digest) -> CompoundSelect[Any]:
     """Runs by a digest of their job, of a step's record or state, of a checkpoint or of what they started from."""
-    of_job = select(jobs.c.id).where(or_(jobs.c.training_digest == digest, jobs.c.manifest_digest == digest))
-    t = step_records
-    of_steps = [select(t.c.run_id).where(_step_digest(column, digest)) for column in (t.c.head, t.c.weights, t.c.optimizer)]
-    of_checkpoints = select(checkpoints.c.run_id).where(checkpoints.c.weights == digest)
-    return or_(runs.c.weights == digest, runs.c.init_weights == digest, runs.c.job_id.in_(of_job),
-               runs.c.id.in_(of_checkpoints), *(runs.c.id.in_(found) for found in of_steps))
+    t, c = step_records, checkpoints
+    return union(
+        *(select(runs.c.id).join(jobs, jobs.c.id == runs.c.job_id).where(column == digest)
+          for column in (jobs.c.training_digest, jobs.c.manifest_digest)),
+        *(select(t.c.run_id).where(_step_digest(column, digest)) for column in (t.c.head, t.c.weights, t.c.optimizer)),
+        select(c.c.run_id).where(c.c.weights == digest),
+        *(select(runs.c.id).where(column == digest) for column in (runs.c.weights, runs.c.init_weights)),
+    )
 
 
-def _children(run_id: str) -> Select[Any]:
+def _children(run_id: str) -> CompoundSelect[Any]:
     """Reproductions of a run, and runs that went on from its weights."""
-    of = select(runs.c.id).where(runs.c.reproduces == run_id)
-    named = select(runs.c.id).where(runs.c.init_run == run_id)
-    by_weights = (select(runs.c.id).join(checkpoints, checkpoints.c.weights == runs.c.init_weights)
-                  .where(checkpoints.c.run_id == run_id, runs.c.init_run.is_(None)))
-    return select(of.union(named, by_weights).subquery().c.id)
+    by_weights = select(runs.c.id).join(checkpoints, checkpoints.c.weights == runs.c.init_weights)
+    return union(
+        select(runs.c.id).where(runs.c.reproduces == run_id), select(runs.c.id).where(runs.c.init_run == run_id),
+        by_weights.where(checkpoints.c.run_id == run_id, runs.c.init_run.is_(None)),
+    )
 
 
 # ---- Lineage ---------------------------------------------------------------------------------------------------------
@@ -200,13 +215,13 @@ def runs_by_id(tx: Connection, tenant: str, ids: Sequence[str]) -> list[Row]:
 
 def reproductions_of(tx: Connection, tenant: str, ids: Sequence[str], limit: int) -> Sequence[str]:
     """Runs that reproduce one of these, the oldest first."""
-    query = select(runs.c.id).where(runs.c.reproduces.in_(ids), runs.c.tenant == tenant).order_by(runs.c.id).limit(limit)
+    query = select(runs.c.id).where(runs.c.reproduces.in_(ids), _of(runs.c.tenant, tenant)).order_by(runs.c.id).limit(limit)
     return tx.execute(query).scalars().all()
 
 
 def continuations_by_name(tx: Connection, tenant: str, ids: Sequence[str], limit: int) -> Sequence[str]:
     """Runs whose `init_from` names a checkpoint of one of these, the oldest first."""
-    query = select(runs.c.id).where(runs.c.init_run.in_(ids), runs.c.tenant == tenant).order_by(runs.c.id).limit(limit)
+    query = select(runs.c.id).where(runs.c.init_run.in_(ids), _of(runs.c.tenant, tenant)).order_by(runs.c.id).limit(limit)
     return tx.execute(query).scalars().all()
 
 
@@ -214,7 +229,7 @@ def continuations_by_weights(tx: Connection, tenant: str, ids: Sequence[str], li
     """(parent, step, child) where `init_from` names no run, and its weights are those of a checkpoint of one of these."""
     query = select(checkpoints.c.run_id.label("parent"), checkpoints.c.step, runs.c.id.label("child"))
     query = query.join(runs, runs.c.init_weights == checkpoints.c.weights).where(
-        checkpoints.c.run_id.in_(ids), runs.c.init_run.is_(None), runs.c.tenant == tenant)
+        checkpoints.c.run_id.in_(ids), runs.c.init_run.is_(None), _of(runs.c.tenant, tenant))
     return _all(tx, query.order_by(runs.c.id, checkpoints.c.run_id, checkpoints.c.step).limit(limit))
 
 
@@ -222,7 +237,7 @@ def sources_by_weights(tx: Connection, tenant: str, ids: Sequence[str], limit: i
     """(parent, step, child) where one of these names no run in `init_from`, and its weights are those of a checkpoint."""
     query = select(checkpoints.c.run_id.label("parent"), checkpoints.c.step, runs.c.id.label("child"))
     query = query.join(checkpoints, checkpoints.c.weights == runs.c.init_weights).where(
-        runs.c.id.in_(ids), runs.c.init_run.is_(None), checkpoints.c.tenant == tenant)
+        runs.c.id.in_(ids), runs.c.init_run.is_(None), _of(checkpoints.c.tenant, tenant))
     return _all(tx, query.order_by(runs.c.id, checkpoints.c.run_id, checkpoints.c.step).limit(limit))
 
 

@@ -172,10 +172,11 @@ async def fan_out(process: Api, db: Database) -> tuple[str, str]:
 
     async def listen() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", process.port)
-        writer.write(f"GET /v1/runs/{lease.run_id}/events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
+        asked = f"GET /v1/runs/{lease.run_id}/events HTTP/1.1\r\nHost: 127.0.0.1\r\nAccept: text/event-stream\r\n\r\n"
+        writer.write(asked.encode())
         async for line in reader:
             if line.startswith(b"data:") and b'"loss_bits"' in line:
-                step = json.loads(line[5:])["step"]
+                step = json.loads(line[5:])["payload"]["step"]
                 heard[step] += 1
                 if heard[step] == LISTENERS:
                     waiting[step].set()

@@ -18,6 +18,7 @@ import tempfile
 import time
 import uuid
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -43,6 +44,7 @@ BACKLOG: Final = 4                # runs that have not ended, at any time
 RECOVERY_SECONDS_MAX: Final = 120.0
 OVERLAP: Final = 0.25             # how often the next kill doesn't wait for the service to recover
 RETRY_SECONDS: Final = 0.3
+SETTLED_SECONDS: Final = 1.0
 
 
 @dataclass
@@ -94,7 +96,7 @@ class Chaos:
         kind = self._random.choice(sorted(kinds))
         self._live(self._random.uniform(0.0, 4.0))
         idle_until = time.monotonic() + RECOVERY_SECONDS_MAX
-        while not (before := self._training()):
+        while not (trained := self._training()):
             self._live(0.1)
             assert time.monotonic() < idle_until, "nothing trains"
         killed_at = time.monotonic()
@@ -104,8 +106,12 @@ class Chaos:
             self.story.overlapping[kind] += 1
             print(f"{self.story.kills}: {kind}, and on", flush=True)
             return
-        while not self._further_than(before) or not self._answers():
+        self._live(SETTLED_SECONDS)  # what was on its way when the kill came is on record by now
+        before: dict[str, int] | None = None
+        while before is None or not self._further_than(before) or not self._answers():
             self._live(0.1)
+            if before is None:
+                before = self._steps_of(trained)
             assert time.monotonic() < killed_at + RECOVERY_SECONDS_MAX, f"no recovery after {kind} was killed"
         took = time.monotonic() - killed_at
         self.story.recovery.setdefault(kind, []).append(took)
@@ -164,10 +170,19 @@ class Chaos:
             self._live(0.0)
         return self._count(select(func.count()).select_from(step_records)) or 0
 
-    def _training(self) -> dict[str, int] | None:
-        """The last step of each run that trains; None while it can't be read."""
+    def _training(self) -> list[str]:
+        """The runs that train; none while it can't be read."""
+        query = select(run_rows.c.id).where(run_rows.c.status == "running", run_rows.c.step.is_not(None))
+        try:
+            with self._db.read() as tx:
+                return list(tx.execute(query).scalars())
+        except SQLAlchemyError:
+            return []
+
+    def _steps_of(self, run_ids: Iterable[str]) -> dict[str, int] | None:
+        """The last step of each of these runs that has not ended; None while it can't be read."""
         t = run_rows
-        query = select(t.c.id, t.c.step).where(t.c.status == "running", t.c.step.is_not(None))
+        query = select(t.c.id, t.c.step).where(t.c.id.in_(run_ids), t.c.ended_at.is_(None))
         try:
             with self._db.read() as tx:
                 return {run_id: step for run_id, step in tx.execute(query)}
@@ -233,7 +248,7 @@ def report(stories: list[Story], seed: int) -> str:
         "A real service while its processes are killed (SIGKILL) at random moments: `make chaos`. There are always small jobs",
         "that train. After each kill, programs that ended are started again, as a service manager does. The times are those",
         "until every run that was training has a further step on record, or has ended, and the API answers. A kill overlaps when",
-        "the next one doesn't wait for that.", "",
+        "the next one doesn't wait for that. Steps count from one second after the kill, so no time is shorter.", "",
         f"{datetime.now(UTC):%Y-%m-%d}, seed {seed}; {here['cpu']['model']}, {here['cpu'].get('cores', 2)} cores, "
         f"{here['memory_bytes'] / 2**30:.0f} GiB, other work on the machine; Ray {version('ray')}, "
         f"SQLAlchemy {version('sqlalchemy')}, torch {version('torch')}.", "",

@@ -25,8 +25,8 @@ class Postgres:
             for path in (folder, data):
                 os.chown(path, user, user)
         environment = {"PATH": os.defpath, "LC_ALL": "C", "TZ": "UTC"}
-        initdb: list[str | Path] = [binaries / "initdb", "-D", data, "-U", "postgres", "--auth=trust", "--encoding=UTF8", "--no-locale",
-                  "--no-sync"]
+        initdb: list[str | Path] = [binaries / "initdb", "-D", data, "-U", "postgres", "--auth=trust", "--encoding=UTF8",
+                                    "--no-locale", "--no-sync"]
         subprocess.run(initdb, user=user, env=environment, cwd=folder, check=True, capture_output=True)
         settings = ["listen_addresses=", f"unix_socket_directories={folder}", "max_connections=200"]
         words = [str(binaries / "postgres"), "-D", str(data), *(word for setting in settings for word in ("-c", setting))]

@@ -129,7 +129,18 @@ def refuse_without_keys(db: Database, settings: Settings) -> None:
     with db.read() as tx:
         if sql.usable_key_exists(tx, db.now()):
             return
-    raise InvalidSpec(
+    raise _no_key_yet(settings)
+
+
+def refuse_without_database(settings: Settings) -> None:
+    """The same before anything is made: where the embedded database isn't there yet, neither is a key."""
+    embedded = settings.database_url is None and not settings.database_file().exists()
+    if embedded and keys_required(settings):
+        raise _no_key_yet(settings)
+
+
+def _no_key_yet(settings: Settings) -> InvalidSpec:
+    return InvalidSpec(
         f"at {settings.host} every request needs an API key, and there is none yet: make the first one with "
         "`mok apikey create --role operator NAME`", field="host", value=settings.host,
     )

@@ -13,9 +13,10 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from mok_service.errors import InvalidSpec
+from mok_service.urls import BadUrl, normal_url
 
 PREFIX: Final = "MOK_"
-SECRET: Final = frozenset({"database_url"})  # holds a password: never shown
+SECRET: Final = frozenset({"database_url", "data_urls", "data_s3_endpoint"})  # may hold a password: never shown
 LOOPBACK_NAMES: Final = ("localhost", "127.0.0.1", "::1")
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
@@ -33,13 +34,25 @@ class Settings(BaseSettings):
     database_url: str | None = Field(default=None, repr=False)
     """postgresql://user:password@host/name, or sqlite:////absolute/path; unset: an SQLite file in the data folder."""
     checkpoint_dir: Path | None = None
-    """Folder of all runs' checkpoints; unset: checkpoints in the data folder. The API and every Ray node must see the same one."""
+    """Folder of all runs' checkpoints; unset: checkpoints in the data folder. The API and every Ray node must see it."""
     ray_address: str | None = Field(default=None, min_length=1, max_length=255)
     """host:port of a Ray cluster that the scheduler joins; unset: it starts a Ray of its own."""
     ray_token: Path | None = None
     """File with the token of that Ray cluster; required with `ray_address`."""
     data_roots: Annotated[tuple[Path, ...], NoDecode] = ()
     """Folders whose files jobs may train on, separated as in PATH; unset: none."""
+    data_urls: Annotated[tuple[str, ...], NoDecode] = ()
+    """URL prefixes below which jobs may train on files, separated by commas; unset: on no remote data."""
+    data_s3_endpoint: str | None = None
+    """URL of the S3-compatible store that s3:// means; unset: Amazon's. It may have an inside address."""
+    data_cache_dir: Path | None = None
+    """Folder on each worker for files that were fetched; unset: cache in the data folder."""
+    data_cache_bytes_max: int = Field(default=64 << 30, ge=1, le=1 << 50)
+    """Size of that folder; files that weren't used for longest are removed."""
+    data_file_bytes_max: int = Field(default=4 << 30, ge=1, le=1 << 40)
+    """Size of one file that is fetched."""
+    data_fetch_seconds_max: float = Field(default=3600.0, ge=1.0, le=86_400.0)
+    """How long fetching one file may take, with all tries."""
     host: str = Field(default="127.0.0.1", min_length=1, max_length=255)
     """Address that the API listens on."""
     port: int = Field(default=0, ge=0, le=65_535)
@@ -98,13 +111,26 @@ class Settings(BaseSettings):
         """Keyword arguments, then the environment: no file is read."""
         return init_settings, env_settings
 
-    @field_validator("data_roots", "allowed_hosts", "trusted_proxies", "outbound_networks", mode="before")
+    @field_validator("data_roots", "data_urls", "allowed_hosts", "trusted_proxies", "outbound_networks", mode="before")
     @classmethod
     def _split(cls, value: Any, info: Any) -> Any:
         separator = os.pathsep if info.field_name == "data_roots" else ","
         return tuple(part.strip() for part in value.split(separator) if part.strip()) if isinstance(value, str) else value
 
-    @field_validator("data_dir", "data_roots", "signing_key", "checkpoint_dir", "ray_token")
+    @field_validator("data_urls", "data_s3_endpoint")
+    @classmethod
+    def _normal_urls(cls, value: tuple[str, ...] | str | None) -> tuple[str, ...] | str | None:
+        """Prefixes are compared with URLs in normal form. No message repeats a URL that may hold a secret."""
+        try:
+            if isinstance(value, tuple):
+                return tuple(map(normal_url, value))
+            if value is not None and (value := normal_url(value).rstrip("/")).startswith("s3:"):
+                raise BadUrl("is no http:// or https:// URL")
+        except BadUrl as bad:
+            raise ValueError(f"URLs without user name, query and fragment; one {bad.problem}") from None
+        return value
+
+    @field_validator("data_dir", "data_roots", "data_cache_dir", "signing_key", "checkpoint_dir", "ray_token")
     @classmethod
     def _absolute(cls, value: Path | tuple[Path, ...] | None) -> Path | tuple[Path, ...] | None:
         """Paths keep their meaning when a process changes its working folder."""
@@ -127,11 +153,19 @@ class Settings(BaseSettings):
 
     def database(self) -> str:
         """The database's URL: `database_url`, or the embedded one in the data folder."""
-        return self.database_url or f"sqlite:///{self.data_dir / 'mok.sqlite3'}"
+        return self.database_url or f"sqlite:///{self.database_file()}"
+
+    def database_file(self) -> Path:
+        """The file of the embedded database."""
+        return self.data_dir / "mok.sqlite3"
 
     def checkpoints(self, run_id: str) -> Path:
         """The folder that holds a run's checkpoints."""
         return (self.checkpoint_dir or self.data_dir / "checkpoints") / run_id
+
+    def data_cache(self) -> Path:
+        """The folder of files that were fetched."""
+        return self.data_cache_dir or self.data_dir / "cache"
 
     def key_file(self) -> Path:
         """The file of the signing key."""

@@ -54,7 +54,10 @@ def worker(data_dir: DataDir = DATA_DIR) -> None:
 
 
 def _settings(data_dir: Path, host: str | None = None, port: int | None = None) -> Settings:
+    from mok_service.access import refuse_without_database
     from mok_service.settings import load_settings
 
     given: dict[str, Any] = {"data_dir": data_dir, "host": host, "port": port}
-    return load_settings(**{name: value for name, value in given.items() if value is not None})
+    settings = load_settings(**{name: value for name, value in given.items() if value is not None})
+    refuse_without_database(settings)
+    return settings

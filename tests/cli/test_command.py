@@ -20,9 +20,12 @@ from tests.services import Service
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "ray", "fastapi", "uvicorn", "sqlalchemy", "numpy", "pydantic", "httpx", "rich", "matplotlib")
-VERBS = ("demo", "serve", "api", "worker", "submit", "jobs", "rerun", "runs", "find", "lineage", "show", "logs", "watch", "diff", "cancel", "pause",
-         "resume", "verify", "bisect", "provenance", "train", "db upgrade", "db check",
-         "export", "keys show", "keys export", "log verify")
+VERBS = (
+    "demo", "serve", "api", "worker", "submit", "jobs", "rerun", "runs", "find", "lineage", "show", "logs", "watch", "diff",
+    "cancel", "pause", "resume", "verify", "bisect", "provenance", "train", "export", "keys show", "keys export", "log verify",
+    "db upgrade", "db check", "db current", "db backup", "db restore", "apikey create", "apikey list", "apikey revoke",
+    "audit-log list", "audit-log verify", "quota show", "quota set",
+)
 WITHOUT_JSON = ("demo", "serve", "api", "worker")  # they run, and print as they go
 
 

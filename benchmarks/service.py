@@ -49,7 +49,10 @@ def main() -> None:
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="mok-be-", dir="/tmp"))
     try:
-        ours = {**api_alone(folder), **whole_service(folder)}
+        ours = api_alone(folder)
+        print(ours, file=sys.stderr)
+        ours |= whole_service(folder)
+        print(ours, file=sys.stderr)
         ray = peer("ray", arguments.ray, folder)
         mlflow = peer("mlflow", arguments.mlflow, folder)
     finally:
@@ -89,7 +92,7 @@ def api(folder: Path) -> Iterator[tuple[Api, Database]]:
 
 
 def api_alone(folder: Path) -> dict[str, str]:
-    found = {}
+    found: dict[str, str] = {}
     with api(folder) as (process, db):
         found["API process, idle, PSS"] = f"{memory(process.program):.0f} MB"
         found["submit (create a run): p50 / p95"] = percentiles(submit_one_by_one(process.port, 500))

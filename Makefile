@@ -16,7 +16,7 @@ PACKAGES := -p mok_service -p mok_api -p mok_workers
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test lint lock bench bench-service chaos exhaustive test-gpu sanitize-gpu bench-gpu probe-gpu clean
+.PHONY: help install demo test lint lock bench bench-service chaos simulate exhaustive test-gpu sanitize-gpu bench-gpu probe-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,6 +50,9 @@ bench-service: $(STAMPS)/test ## measure the service: submits, appends, event st
 
 chaos: $(STAMPS)/test ## kill a real service's processes at random, 100 times: takes long; SEED=N
 	$(BIN)/python -m tests.chaos --kills 100 --seed $(or $(SEED),1)
+
+simulate: $(STAMPS)/test ## play 10,000 worlds of faults against the scheduler and its SQL
+	$(BIN)/python -m tests.simulation --seeds 10000
 
 exhaustive: $(STAMPS)/test ## functions on all 2^32 inputs, other compilers, a busy machine; takes long
 	library=$$($(BIN)/python -c 'from mok_service.kernels.library import library_path as p; print(p("cpu"))') && mkdir -p build && \

@@ -107,6 +107,12 @@ class SourceDrift(TrainingFailed):
     exit_status, code = 5, "source_drift"
 
 
+class SourceUnavailable(MokError):
+    """A remote data file couldn't be fetched: no connection, an error of the server, or it took too long. Later it may go."""
+
+    http_status, code = 502, "source_unavailable"
+
+
 class Tampered(MokError):
     """Stored bytes contradict their recorded digest."""
 

@@ -47,10 +47,10 @@ class Settings(BaseSettings):
     """URL of the S3-compatible store that s3:// means; unset: Amazon's. It may have an inside address."""
     data_cache_dir: Path | None = None
     """Folder on each worker for files that were fetched; unset: cache in the data folder."""
-    data_cache_bytes_max: int = Field(default=64 << 30, ge=1, le=1 << 50)
-    """Size of that folder; files that weren't used for longest are removed."""
-    data_file_bytes_max: int = Field(default=4 << 30, ge=1, le=1 << 40)
-    """Size of one file that is fetched."""
+    data_cache_gib_max: float = Field(default=64.0, ge=0.001, le=1_000_000.0)
+    """Size of that folder in GiB; files that weren't used for longest are removed."""
+    data_file_gib_max: float = Field(default=4.0, ge=0.001, le=1000.0)
+    """Size of one file that is fetched, in GiB. Workers hold it in memory while they read it."""
     data_fetch_seconds_max: float = Field(default=3600.0, ge=1.0, le=86_400.0)
     """How long fetching one file may take, with all tries."""
     host: str = Field(default="127.0.0.1", min_length=1, max_length=255)

@@ -29,12 +29,13 @@ from mok_service.spec.schema import (
     JobSpec,
     ModelSpec,
     OptimizerSpec,
+    RemoteFile,
     TrainingSpec,
 )
 
 __all__ = [
     "PRESETS", "SEED_MAX", "BatchSpec", "CudaDevice", "DataSpec", "Estimate", "ExecutionSpec", "InitFrom", "JobSpec", "Machine",
-    "Memory", "ModelSpec", "OptimizerSpec", "ParameterCount", "Preset", "TrainingSpec", "check_runnable", "count_parameters",
-    "draw_seed", "estimate", "job_json_schema", "load_job", "override_execution", "parse_job", "preset_of", "resolve",
-    "training_digest", "training_document",
+    "Memory", "ModelSpec", "OptimizerSpec", "ParameterCount", "Preset", "RemoteFile", "TrainingSpec", "check_runnable",
+    "count_parameters", "draw_seed", "estimate", "job_json_schema", "load_job", "override_execution", "parse_job", "preset_of",
+    "resolve", "training_digest", "training_document",
 ]

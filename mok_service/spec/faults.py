@@ -127,7 +127,7 @@ def _translate(item: ErrorDetails, root: type[BaseModel]) -> list[Fault]:
     if kind == "mok_rules":
         return [_rule_fault(rule, loc, value) for rule in context["rules"]]
     if kind == "mok_value":
-        return [fault(path, context["problem"], context["allowed"], value)]
+        return [fault(path, context["problem"], context["allowed"], _NOTHING if context["secret"] else value)]
     if kind in ("extra_forbidden", "invalid_key"):
         return [_unknown_key(loc, value, root)]
     field = _field_at(loc, root)
@@ -216,7 +216,8 @@ def _nearest_word(field: FieldInfo | None, value: Any) -> str | None:
 def describe(field: FieldInfo, loc: Loc = ()) -> str:
     """What a field takes, from its type and limits, e.g. `a whole number from 1 to 512, or null`."""
     if loc and isinstance(loc[-1], int):
-        return "a string"  # an entry of a list of strings; there are no other lists
+        entry = _inner_model(field.annotation)
+        return "a string" if entry is None else f"a URL, or {_mapping_of(entry)}"
     parts = _union(field.annotation)
     words = [_describe_type(part, field.metadata) for part in parts if part is not type(None)]
     return " or ".join(words) + (", or null" if type(None) in parts else "")
@@ -234,7 +235,8 @@ def _describe_type(annotation: Any, metadata: Sequence[Any]) -> str:
         return "a number" + _range(metadata)
     if get_origin(annotation) is tuple:
         longest = next((m.max_length for m in metadata if isinstance(m, MaxLen)), None)
-        return "a list of strings" + (f", at most {longest} of them" if longest is not None else "")
+        entries = "strings" if _inner_model(annotation) is None else "URLs"
+        return f"a list of {entries}" + (f", at most {longest} of them" if longest is not None else "")
     inner = _inner_model(annotation)
     if inner is not None:
         return _mapping_of(inner)
@@ -262,7 +264,9 @@ def _union(annotation: Any) -> tuple[Any, ...]:
 
 
 def _inner_model(annotation: Any) -> type[BaseModel] | None:
-    return next((part for part in _union(annotation) if isinstance(part, type) and issubclass(part, BaseModel)), None)
+    """The model of a field, or of its list's entries."""
+    parts = get_args(annotation) if get_origin(annotation) is tuple else _union(annotation)
+    return next((part for part in parts if isinstance(part, type) and issubclass(part, BaseModel)), None)
 
 
 def _field_at(loc: Loc, root: type[BaseModel]) -> FieldInfo | None:
@@ -275,6 +279,8 @@ def _field_at(loc: Loc, root: type[BaseModel]) -> FieldInfo | None:
 def _model_at(loc: Loc, root: type[BaseModel]) -> type[BaseModel] | None:
     model: type[BaseModel] | None = root
     for part in loc:
-        field = model.model_fields.get(str(part)) if model is not None else None
+        if isinstance(part, int):
+            continue  # an entry of a list, whose model `_inner_model` gave
+        field = model.model_fields.get(part) if model is not None else None
         model = _inner_model(field.annotation) if field is not None else None
     return model

@@ -44,13 +44,16 @@ def override_execution(spec: JobSpec, keys: Mapping[str, Any]) -> JobSpec:
 
 
 def training_document(training: TrainingSpec) -> dict[str, Any]:
-    """The document whose canonical bytes are hashed: `type` and every field of a resolved training spec but `model.preset`.
+    """The document whose canonical bytes are hashed: `type` and every field of a resolved training spec but `model.preset`, and
+    but `data.urls` where there are none.
 
     Floats are the 16 hex digits of their binary64 bits, the seed is a decimal string, the rest is plain JSON.
     """
     assert training.seed is not None and training.batch.group_sequences > 0, "only a resolved spec has a digest"
     document = {"type": TRAINING_TYPE, **_plain(training), "seed": decimal_text(training.seed)}
     del document["model"]["preset"]
+    if not document["data"]["urls"]:
+        del document["data"]["urls"]
     return document
 
 

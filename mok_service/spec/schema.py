@@ -10,10 +10,20 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from mok_service.spec.presets import PRESETS, Preset
+from mok_service.urls import SCHEMES, URL_LENGTH_MAX, BadUrl, normal_url
 
 SEED_MAX: Final = 2**63 - 1
 INT32_MAX: Final = 2**31 - 1
@@ -23,6 +33,7 @@ PATH_LENGTH_MAX: Final = 1000
 
 _RUN_AT_STEP = re.compile(r"run_[0-9a-f]{32}@(0|[1-9][0-9]{0,8})")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class Rule(NamedTuple):
@@ -33,9 +44,9 @@ class Rule(NamedTuple):
     allowed: str
 
 
-def refuse(problem: str, allowed: str) -> PydanticCustomError:
-    """The error that a field's own validator raises."""
-    return PydanticCustomError("mok_value", "{problem}", {"problem": problem, "allowed": allowed})
+def refuse(problem: str, allowed: str, secret: bool = False) -> PydanticCustomError:
+    """The error that a field's own validator raises. A `secret` value isn't shown."""
+    return PydanticCustomError("mok_value", "{problem}", {"problem": problem, "allowed": allowed, "secret": secret})
 
 
 class _Spec(BaseModel):
@@ -62,6 +73,8 @@ class _Spec(BaseModel):
 def _relative_path(value: str) -> str:
     allowed = (f"a relative path below a data root, 1 to {PATH_LENGTH_MAX} printable characters, "
                "with forward slashes and without empty, . or .. parts")
+    if "://" in value:
+        raise refuse("is a URL", allowed + "; URLs of data belong in data.urls", secret=True)
     if not 1 <= len(value) <= PATH_LENGTH_MAX or not value.isprintable():
         raise refuse("isn't a usable path", allowed)
     if value.startswith("/") or "\\" in value or re.match("[A-Za-z]:", value):
@@ -140,13 +153,58 @@ class ModelSpec(_Spec):
             yield Rule("top_k", f"is more than the {self.experts} experts", f"at most {self.experts}")
 
 
+def _url_or_file(schema: dict[str, Any]) -> None:
+    """In JSON Schema: an entry may be a URL in place of the mapping that has only it."""
+    schema["items"] = {"anyOf": [{"type": "string"}, schema["items"]]}
+
+
+class RemoteFile(_Spec):
+    """A file at a URL. The URL alone may stand for it."""
+
+    url: str
+    """https://, http:// or s3://bucket/key, below a prefix that the service allows; without user name, query and fragment."""
+    sha256: str | None = None
+    """What the file's bytes must have, as sha256sum prints it; null for whatever the first attempt finds."""
+    size: int | None = Field(default=None, ge=0, le=2**40)
+    """How many bytes the file must have; null for any number."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _url_alone(cls, data: Any) -> Any:
+        return {"url": data} if isinstance(data, str) else data
+
+    @field_validator("url")
+    @classmethod
+    def _normal_url(cls, value: str) -> str:
+        allowed = (f"a URL of a file that begins with {', '.join(f'{scheme}://' for scheme in SCHEMES)}, at most "
+                   f"{URL_LENGTH_MAX} characters, without user name, query, fragment and dot segments")
+        try:
+            normal = normal_url(value)
+        except BadUrl as bad:
+            raise refuse(bad.problem, allowed, bad.secret) from None
+        if normal != value:
+            raise refuse("isn't in normal form", f"{normal}, which is the same")
+        if value.endswith("/"):
+            raise refuse("names no file", allowed)
+        return value
+
+    @field_validator("sha256")
+    @classmethod
+    def _hex(cls, value: str | None) -> str | None:
+        if value is not None and _SHA256.fullmatch(value) is None:
+            raise refuse("isn't a SHA-256", "64 lowercase hex digits, or null")
+        return value
+
+
 class DataSpec(_Spec):
     """Where the training text comes from."""
 
     source: Literal["python-stdlib", "files"]
-    """python-stdlib: the source files of Python's standard library. files: `paths` below the service's data roots."""
+    """python-stdlib: the source files of Python's standard library. files: `paths` below the service's data roots, and `urls`."""
     paths: tuple[RelativePath, ...] = Field(default=(), strict=False, max_length=1000)
     """Relative paths and glob patterns; for source files only."""
+    urls: tuple[RemoteFile, ...] = Field(default=(), strict=False, max_length=1000, json_schema_extra=_url_or_file)
+    """Files at URLs that the service allows (docs/data.md); for source files only. No key of the document when there are none."""
     tokenizer: str = "bytes"
     """bytes (one token a byte), or the relative path of a tokenizer.json below a data root."""
     max_bytes: int | None = Field(default=None, ge=1, le=2**40)
@@ -160,10 +218,21 @@ class DataSpec(_Spec):
         return _relative_path(value)
 
     def _rules(self) -> Iterator[Rule]:
-        if self.source == "files" and not self.paths:
-            yield Rule("paths", "is empty", "at least one path when the source is files")
-        if self.source != "files" and self.paths:
-            yield Rule("paths", f"has no meaning for the source {self.source}", "an empty list, or the source files")
+        if self.source == "files" and not self.paths and not self.urls:
+            yield Rule("paths", "is empty", "at least one path or URL when the source is files")
+        for name in ("paths", "urls"):
+            if self.source != "files" and getattr(self, name):
+                yield Rule(name, f"has no meaning for the source {self.source}", "an empty list, or the source files")
+        if len({file.url for file in self.urls}) < len(self.urls):
+            yield Rule("urls", "has a URL more than once", "each URL once")
+
+    @model_serializer(mode="wrap")
+    def _without_empty_urls(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Jobs without URLs keep the document, and so the digest, that they had before there were any."""
+        value: dict[str, Any] = handler(self)
+        if not self.urls:
+            value.pop("urls", None)
+        return value
 
 
 class OptimizerSpec(_Spec):

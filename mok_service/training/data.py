@@ -11,6 +11,7 @@ import hashlib
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,8 @@ from mok_service.errors import InvalidSpec, SourceDrift, TrainingFailed
 from mok_service.provenance.digest import Digest, canonical_digest
 from mok_service.provenance.manifest import DataManifest, ManifestFile
 from mok_service.spec import DataSpec
+from mok_service.training.sources import Sources
+from mok_service.urls import allowed_words, unrunnable
 
 END_OF_TEXT = 256  # of the bytes tokenizer
 PADDING = 257
@@ -79,18 +82,20 @@ class Corpus:
         return Batch(step, tuple(ids), inputs, labels, mask)
 
 
-def open_corpus(data: DataSpec, roots: Sequence[Path], vocabulary: int, expected: DataManifest | None = None) -> Corpus:
-    """Read and tokenize the files that `data` names; file sources must lie under one of `roots`.
+def open_corpus(
+    data: DataSpec, roots: Sequence[Path], vocabulary: int, expected: DataManifest | None = None, sources: Sources | None = None
+) -> Corpus:
+    """Read and tokenize the files that `data` names: paths under one of `roots`, and URLs by `sources` (None: no remote data).
 
     Raises InvalidSpec (nothing found, a path outside the roots, a token beyond the vocabulary) and, when `expected` is given,
-    SourceDrift naming the first file whose name, size or digest is not the recorded one.
+    SourceDrift naming the first file whose name, size or digest is not the recorded one; for URLs what `Sources.read` raises.
     """
     encode, tokenizer_digest = _tokenizer(data.tokenizer, roots)
     files: list[ManifestFile] = []
     parts: list[NDArray[np.int32]] = []
     total = 0
-    for name, path in _expand(data, roots):
-        content = path.read_bytes()
+    for name, read in _expand(data, roots, expected, sources):
+        content = read()
         if data.max_bytes is not None and total + len(content) > data.max_bytes:
             break
         total += len(content)
@@ -144,38 +149,51 @@ def check_manifest(expected: DataManifest, got: DataManifest) -> None:
     )
 
 
-def _expand(data: DataSpec, roots: Sequence[Path]) -> Iterator[tuple[str, Path]]:
-    """(name, path) of every input file, in reading order: by name, bytewise."""
+def _expand(
+    data: DataSpec, roots: Sequence[Path], expected: DataManifest | None, sources: Sources | None
+) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    """(name, how to read it) of every input file, in reading order: by name, bytewise. A file at a URL has the URL as name."""
+    readers: dict[str, Callable[[], bytes]] = {name: path.read_bytes for name, path in _paths(data, roots).items()}
+    recorded = {file.name: file for file in expected.files} if expected is not None else {}
+    for file in data.urls:
+        if sources is None:
+            raise unrunnable(file.url, "isn't allowed here", allowed_words(()))
+        if expected is None or file.url in recorded:  # the record lacks it when max_bytes was reached before
+            readers[file.url] = partial(sources.read, file, recorded.get(file.url))
+    yield from sorted(readers.items(), key=lambda item: item[0].encode())
+
+
+def _paths(data: DataSpec, roots: Sequence[Path]) -> dict[str, Path]:
+    """The local input files by name."""
     if data.source == "python-stdlib":
         root = Path(sysconfig.get_path("stdlib"))
-        sources = (p for p in root.rglob("*.py") if not STDLIB_LEFT_OUT & set(p.relative_to(root).parts))
-        found = {p.relative_to(root).as_posix(): p for p in sources}
-    else:
-        found = {}
-        for pattern in data.paths:
-            matched = False
-            for root in roots:
-                base = root.resolve()
-                for path in base.glob(pattern):
-                    if path.is_file():
-                        contained(path, base, pattern)
-                        found.setdefault(path.relative_to(base).as_posix(), path)
-                        matched = True
-            if not matched:
-                raise InvalidSpec(
-                    f"data.paths = {pattern!r}: no such file under the data roots",
-                    errors=[{"field": "data.paths", "value": pattern, "problem": "no such file under the data roots"}],
-                )
-    yield from sorted(found.items(), key=lambda item: item[0].encode())
+        modules = (p for p in root.rglob("*.py") if not STDLIB_LEFT_OUT & set(p.relative_to(root).parts))
+        return {p.relative_to(root).as_posix(): p for p in modules}
+    found: dict[str, Path] = {}
+    for pattern in data.paths:
+        matched = False
+        for root in roots:
+            base = root.resolve()
+            for path in base.glob(pattern):
+                if path.is_file():
+                    contained(path, base, pattern)
+                    found.setdefault(path.relative_to(base).as_posix(), path)
+                    matched = True
+        if not matched:
+            raise InvalidSpec(
+                f"data.paths = {pattern!r}: no such file under the data roots",
+                errors=[{"field": "data.paths", "value": pattern, "problem": "no such file under the data roots"}],
+            )
+    return found
 
 
-def contained(path: Path, base: Path, named: str) -> Path:
-    """The resolved path, when it lies inside `base` (links followed); else InvalidSpec."""
+def contained(path: Path, base: Path, named: str, field: str = "data.paths") -> Path:
+    """The resolved path, when it lies inside `base` (links followed); else InvalidSpec naming the field and its value."""
     resolved = path.resolve()
-    if not resolved.is_relative_to(base):
+    if not resolved.is_relative_to(base.resolve()):
         raise InvalidSpec(
-            f"data.paths = {named!r}: {path.name!r} leads outside the data root",
-            errors=[{"field": "data.paths", "value": named, "problem": "leads outside the data root"}],
+            f"{field} = {named!r}: {path.name!r} leads outside the data root",
+            errors=[{"field": field, "value": named, "problem": "leads outside the data root"}],
         )
     return resolved
 
@@ -187,7 +205,7 @@ def _tokenizer(name: str, roots: Sequence[Path]) -> tuple[Callable[[bytes], NDAr
     for root in roots:
         path = root.resolve() / name
         if path.is_file():
-            return _tokenizer_file(contained(path, root.resolve(), name).read_bytes())
+            return _tokenizer_file(contained(path, root, name, "data.tokenizer").read_bytes())
     raise InvalidSpec(
         f"data.tokenizer = {name!r}: no such file under the data roots; allowed: bytes, or a tokenizer.json under a data root",
         errors=[{"field": "data.tokenizer", "value": name, "problem": "no such file under the data roots"}],

@@ -117,7 +117,8 @@ def test_the_sentence_for_an_unknown_key_reads_well() -> None:
         ),
         (
             {"training__data": "stdlib"},
-            'training.data = "stdlib" is a string (allowed: a mapping with the keys source, paths, tokenizer, max_bytes)',
+            'training.data = "stdlib" is a string (allowed: a mapping with the keys source, paths, urls, tokenizer, '
+            "max_bytes)",
         ),
         (
             {"training__data__paths": "a.txt"},
@@ -190,7 +191,12 @@ def test_a_wrong_value_is_refused(changes: dict[str, Any], sentence: str) -> Non
             "is too small for the tokenizer bytes",
             "at least 258: 256 bytes, end of text and padding",
         ),
-        ({"training__data__source": "files"}, "training.data.paths", "is empty", "at least one path when the source is files"),
+        (
+            {"training__data__source": "files"},
+            "training.data.paths",
+            "is empty",
+            "at least one path or URL when the source is files",
+        ),
         (
             {"training__data__paths": ["a"]},
             "training.data.paths",
@@ -316,3 +322,67 @@ def test_models_are_frozen_and_hashable() -> None:
 def test_defaults_are_within_their_limits() -> None:
     for model in (OptimizerSpec, ExecutionSpec):
         assert model.model_validate(model().model_dump()) == model()
+
+
+HTTPS = "https://data.example/a.txt"
+
+
+@pytest.mark.parametrize(
+    ("url", "problem"),
+    [
+        ("a.txt", "isn't a URL"),
+        ("gs://bucket/a.txt", "has the scheme gs"),
+        ("file:///etc/passwd", "has the scheme file"),
+        ("memory://a/b", "has the scheme memory"),
+        ("simplecache::s3://bucket/a", "isn't a URL"),
+        ("https://u:hunter2@data.example/a", "holds a user name or a password"),
+        ("https://data.example/a?token=hunter2", "has a query string, which may hold a secret and would be kept on record"),
+        ("https://data.example/a#x", "has a fragment"),
+        ("https://data.example/a/../b", "has a . or .. part"),
+        ("https://data.example/a/%2E%2e/b", "has an encoded slash, backslash, dot, percent sign or NUL, or a percent sign that "
+                                            "encodes nothing"),
+        ("https://data.example/a%252fb", "has an encoded slash, backslash, dot, percent sign or NUL, or a percent sign that "
+                                         "encodes nothing"),
+        ("https://data.example/a%", "has an encoded slash, backslash, dot, percent sign or NUL, or a percent sign that "
+                                    "encodes nothing"),
+        ("https://data.example\\@evil.example/a", "isn't 1 to 2000 printable ASCII characters without spaces and backslashes"),
+        ("https://data.example/a b", "isn't 1 to 2000 printable ASCII characters without spaces and backslashes"),
+        ("https://dätä.example/a", "isn't 1 to 2000 printable ASCII characters without spaces and backslashes"),
+        ("https:///a", "has no usable host"),
+        ("https://data.example:65536/a", "has no usable host"),
+        ("https://data.example:0443/a", "has no usable host"),
+        ("s3://bucket:9000/a", "has no usable bucket"),
+        ("s3://b/a", "has no usable bucket"),
+        ("HTTPS://Data.example:443/a", "isn't in normal form"),
+        ("https://data.example", "isn't in normal form"),
+        ("s3://bucket/", "names no file"),
+    ],
+)  # fmt: skip
+def test_a_url_that_could_be_read_in_two_ways_is_refused(url: str, problem: str) -> None:
+    [fault] = faults_of(small(training__data={"source": "files", "urls": [HTTPS, url]}))
+    assert (fault["field"], fault["problem"]) == ("training.data.urls[1].url", problem)
+    assert "hunter2" not in json.dumps(fault)
+    if problem == "isn't in normal form":
+        assert fault["allowed"] in ("https://data.example/a, which is the same", "https://data.example/, which is the same")
+
+
+@pytest.mark.parametrize(
+    ("urls", "sentence"),
+    [
+        ([3], "training.data.urls[0] = 3 is a whole number (allowed: a URL, or a mapping with the keys url, sha256, size)"),
+        ([{}], "training.data.urls[0].url is required (allowed: a string)"),
+        (HTTPS, f'training.data.urls = "{HTTPS}" is a string (allowed: a list of URLs, at most 1000 of them)'),
+        ([{"url": HTTPS, "sha": "0"}], 'training.data.urls[0].sha = "0" is no known key, did you mean sha256? (allowed: the keys '
+                                       "url, sha256, size)"),
+        ([{"url": HTTPS, "sha256": "A" * 64}], f'training.data.urls[0].sha256 = "{"A" * 64}" isn\'t a SHA-256 (allowed: 64 '
+                                               "lowercase hex digits, or null)"),
+        ([HTTPS, HTTPS], f'training.data.urls = ["{HTTPS}", "{HTTPS}"] has a URL more than once (allowed: each URL once)'),
+    ],
+)  # fmt: skip
+def test_what_is_no_remote_file_is_refused(urls: object, sentence: str) -> None:
+    assert message_of(small(training__data={"source": "files", "urls": urls})) == sentence
+
+
+def test_a_url_among_paths_is_told_where_it_belongs() -> None:
+    message = message_of(small(training__data={"source": "files", "paths": ["https://u:hunter2@data.example/a"]}))
+    assert "training.data.paths[0] is a URL" in message and "data.urls" in message and "hunter2" not in message

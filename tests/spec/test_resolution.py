@@ -30,6 +30,7 @@ from mok_service.spec import (
     parse_job,
     resolve,
     training_digest,
+    training_document,
 )
 from tests.spec.examples import SMALL, faults_of, jobs, small
 
@@ -104,7 +105,8 @@ OTHER: dict[str, Any] = {  # for every key of the training spec a value that SMA
     "model.vocabulary_size": 513, "model.rope_base": 10000.000000000002, "model.norm_epsilon": 1e-5, "model.qk_norm": "full",
     "model.renormalise_top_k": False, "model.aux_loss_coefficient": 5e-324, "model.z_loss_coefficient": 0.1,
     "model.tie_embeddings": True, "model.initializer_range": 0.03,
-    "data.source": "files", "data.paths": ["a"], "data.tokenizer": "t.json", "data.max_bytes": 1,
+    "data.source": "files", "data.paths": ["a"], "data.urls": ["https://a.b/c"],
+    "data.tokenizer": "t.json", "data.max_bytes": 1,
     "optimizer.lr": 0.1, "optimizer.beta1": 0.8, "optimizer.beta2": 0.9, "optimizer.epsilon": 1e-7, "optimizer.weight_decay": 0,
     "optimizer.warmup_steps": 1, "optimizer.schedule": "cosine", "optimizer.min_lr_ratio": 0, "optimizer.clipping": "previous",
     "optimizer.max_norm": 2, "batch.sequences": 9, "batch.group_sequences": 7, "batch.shards": 2,
@@ -255,3 +257,17 @@ def test_specs_survive_being_pickled() -> None:
     spec = resolve(parse_job(SMALL))
     again = pickle.loads(pickle.dumps(spec))
     assert isinstance(again, JobSpec) and again == spec
+
+
+def test_a_url_alone_is_the_mapping_that_has_only_it_and_none_is_no_key() -> None:
+    url = "https://data.example/a.txt"
+    short, long = (small(training__data={"source": "files", "urls": [value]}) for value in (url, {"url": url, "sha256": None}))
+    assert parse_job(short) == parse_job(long) and digest(short) == digest(long)
+    spec = parse_job(short)
+    assert parse_job(spec.model_dump(mode="json")) == spec == parse_job(spec.model_dump())
+    pinned = small(training__data={"source": "files", "urls": [{"url": url, "sha256": "0" * 64, "size": 3}]})
+    assert digest(pinned) != digest(short)
+    document = training_document(resolve(parse_job(pinned)).training)
+    assert document["data"]["urls"] == [{"url": url, "sha256": "0" * 64, "size": 3}]
+    assert "urls" not in parse_job(small()).model_dump()["training"]["data"]
+    assert "urls" not in training_document(resolve(parse_job(small())).training)["data"]

@@ -88,11 +88,14 @@ int64_t output_offset(const mok::ProductRows *product, int64_t i, int64_t j) {
 void start_tile(const mok::ProductRows *product, const Work *work, int64_t column, int64_t columns, const Scales *scales,
                 float *tile, uint8_t *plain) {
   const int64_t width = panel_width(product->precision);
-  memset(tile, 0, work->tile_bytes);
+  if (product->initial == nullptr || columns < width || product->m < work->tile_rows) memset(tile, 0, work->tile_bytes);
   for (int64_t i = 0; i < product->m && product->initial != nullptr; ++i) {
     const float *const from = product->initial + output_offset(product, i, column);
-    const int64_t stride = product->turned != 0 ? product->ldc : 1;
-    for (int64_t j = 0; j < columns; ++j) tile[i * width + j] = from[j * stride];
+    if (product->turned != 0) {
+      for (int64_t j = 0; j < columns; ++j) tile[i * width + j] = from[j * product->ldc];
+    } else {
+      memcpy(tile + i * width, from, static_cast<size_t>(columns) * sizeof(float));
+    }
   }
   if (product->precision != MOK_BF16) return;
   memset(plain, scales->window ? 0 : 1, work->state_bytes);

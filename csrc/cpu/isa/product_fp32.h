@@ -60,10 +60,37 @@ static_assert(sizeof kFp32Kernels / sizeof kFp32Kernels[0] == kFp32Rows);
 
 int fp32_vectors(int64_t columns) { return columns <= kLanes ? 1 : 2; }
 
+// Elements [first, first + count) of the line of one depth, count at most kTile, and +0 up to kTile. nullptr is a line of zeros.
+void copy_across(const float *line, int64_t first, int64_t count, float *to) {
+  if (line != nullptr && count == kTile) {
+    memcpy(to, line + first, kTile * sizeof(float));
+  } else {
+    memset(to, 0, kTile * sizeof(float));
+    if (line != nullptr && count > 0) memcpy(to, line + first, static_cast<size_t>(count) * sizeof(float));
+  }
+}
+
+// The line of depth `depth` from element `outer` on; asks for `outers` elements of a later one, since lines are far apart.
+const float *line_across(const mok::ProductOperand *operand, int64_t outer, int64_t outers, int64_t depth, int64_t last) {
+  constexpr int64_t kAhead = 16;
+  if (depth + kAhead < last) {
+    const void *const later = operand_line(operand, MOK_FP32, depth + kAhead, outer);
+    if (later != nullptr) prefetch_part(later, outers * 4 + 63, 0, 1);
+  }
+  return static_cast<const float *>(operand_line(operand, MOK_FP32, depth, outer));
+}
+
 // `outers` rows or columns from `outer`, depth by depth, `width` >= outers floats apart; the rest of the width is +0.
 // Writes whole rows of 16: up to 15 floats behind the end are lost, and rows must be packed in order.
 void fp32_pack(const mok::ProductOperand *operand, int64_t outer, int64_t outers, int64_t width, int64_t depth, int64_t depths,
                float *to) {
+  if (operand->along_depth == 0) {
+    for (int64_t p = 0; p < depths; ++p) {
+      const float *const line = line_across(operand, outer, outers, depth + p, depth + depths);
+      for (int64_t i = 0; i < width; i += kTile) copy_across(line, i, least(kTile, outers - i), to + p * width + i);
+    }
+    return;
+  }
   Tile tile;
   for (int64_t p = 0; p < depths; p += kTile) {
     const int p_count = static_cast<int>(least(kTile, depths - p));
@@ -81,20 +108,27 @@ int64_t fp32_group(int64_t m, int64_t groups, int64_t g) { return g * (m / group
 // Floats of `rows` packed rows and `depths` depths; fp32_pack loses some behind them.
 int64_t fp32_packed(int64_t rows, int64_t depths) { return rows * depths + kTile; }
 
-// Packed rows of A for depths [depth, depth + depths), in blocks of `block` depths, a multiple of 16. Lines that run along the
-// depth are read group by group; others once for all groups, while they are in the cache.
+// Packed rows of A for depths [depth, depth + depths), in blocks of `block` depths. Lines that run along the depth are read group
+// by group; others once for all groups.
 void fp32_pack_rows(const mok::ProductOperand *a, int64_t first_row, int64_t m, int64_t depth, int64_t depths, int64_t block,
                     float *to) {
   const int64_t groups = blocks_of(m, kFp32Rows);
   for (int64_t p = 0; p < depths; p += block) {
-    const int64_t p_count = least(block, depths - p), step = a->along_depth != 0 ? block : kTile;
-    for (int64_t q = 0; q < p_count; q += step) {
+    const int64_t p_count = least(block, depths - p);
+    for (int64_t q = 0; q < p_count && a->along_depth == 0; ++q) {
+      const float *const line = line_across(a, first_row, m, depth + p + q, depth + depths);
       float *group = to;
       for (int64_t g = 0; g < groups; ++g) {
         const int64_t row = fp32_group(m, groups, g), rows = fp32_group(m, groups, g + 1) - row;
-        fp32_pack(a, first_row + row, rows, rows, depth + p + q, least(step, p_count - q), group + q * rows);
+        copy_across(line, row, least(kTile, m - row), group + q * rows);  // some of the next group too: overwritten or lost
         group += fp32_packed(rows, p_count);
       }
+    }
+    float *group = to;
+    for (int64_t g = 0; g < groups && a->along_depth != 0; ++g) {
+      const int64_t row = fp32_group(m, groups, g), rows = fp32_group(m, groups, g + 1) - row;
+      fp32_pack(a, first_row + row, rows, rows, depth + p, p_count, group);
+      group += fp32_packed(rows, p_count);
     }
     to += m * p_count + groups * kTile;
   }

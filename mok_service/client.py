@@ -206,10 +206,13 @@ class Client:
     # Verifications
 
     def verify(self, run_id: str, level: str = "check", *, segments: int | None = None, seed: int | None = None,
-               execution: Mapping[str, Any] | None = None, key: str | None = None) -> dict[str, Any]:
-        """Have the service verify a run. check: done when this returns. audit (of so many drawn segments) and rerun (of
-        everything): queued, and carried out by the run that `executed_by` names; see `verification` and `events`."""
-        body = {"run": run_id, "level": level, "segments": segments, "seed": seed, "execution": execution}
+               against: str | None = None, execution: Mapping[str, Any] | None = None,
+               against_execution: Mapping[str, Any] | None = None, key: str | None = None) -> dict[str, Any]:
+        """Have the service verify a run. check: done when this returns. audit (of so many drawn segments), rerun (of everything)
+        and bisect (`against` another run of its job, or a replay): queued, and carried out by the run that `executed_by` names;
+        see `verification` and `events`."""
+        body = {"run": run_id, "level": level, "segments": segments, "seed": seed, "against": against, "execution": execution,
+                "against_execution": against_execution}
         return self._create("/v1/verifications", json.dumps(_given(body)), key)
 
     def verification(self, verification_id: str) -> dict[str, Any]:
@@ -221,7 +224,7 @@ class Client:
         return self._json("POST", f"/v1/verifications/{_part(verification_id)}/cancel", content=b"{}")
 
     def verdict_attestation(self, verification_id: str) -> dict[str, Any]:
-        """What was signed about the verdict of an audit or a rerun. NotFound while there is none."""
+        """What was signed about the verdict of an audit, a rerun or a bisect. NotFound while there is none."""
         return self._json("GET", f"/v1/verifications/{_part(verification_id)}/attestation")
 
     def events(self, run_id: str, after: int = 0) -> Iterator[dict[str, Any]]:

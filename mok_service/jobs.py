@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any, Final, Literal, Self
 
@@ -14,8 +14,10 @@ from mok_service.db import queries, tables
 from mok_service.db.ids import is_id, new_id
 from mok_service.db.session import Database
 from mok_service.errors import Conflict, InvalidSpec, NotFound, QuotaExceeded, Unrunnable
-from mok_service.lifecycle import FINAL
+from mok_service.lifecycle import FINAL, UNCHAINED
 from mok_service.provenance.audit import Plan, draw, segments_of
+from mok_service.provenance.bisection import BisectPlan, PlannedSide
+from mok_service.provenance.compare import changes
 from mok_service.provenance.digest import Digest
 from mok_service.provenance.manifest import DataManifest
 from mok_service.provenance.measure import Read
@@ -243,6 +245,44 @@ def verify(db: Database, run_id: str, level: Literal["audit", "rerun"], *, segme
     return get_verification(db, made, tenant)
 
 
+def bisect(db: Database, run_id: str, against: str | None = None, *, execution: Mapping[str, Any] | None = None,
+           against_execution: Mapping[str, Any] | None = None, tenant: str = "local", idempotency: Idempotency | None = None,
+           now: datetime | None = None) -> Verification:
+    """Queues a run that finds where two runs of one job come apart; or (`against` None) a run and a replay of it.
+
+    `execution` and `against_execution` replace single keys of the execution specs by which the two sides are computed again: the
+    first side's also those of the run that does it. Without a device, a CPU does it where the cluster has no other. A record of
+    the first that contradicts itself is TAMPERED at once, and nothing runs. Raises NotFound for an unknown run; Conflict for one
+    that hasn't ended, left no step record, or carries out a verification itself, and for a second one whose record contradicts
+    itself; InvalidSpec for runs of different jobs (naming the first field) or a run against itself; Unrunnable as `create_run`.
+    """
+    seen = _answered(db, tenant, idempotency)
+    if seen is not None:
+        return get_verification(db, seen["verification"]["id"], tenant)
+    if against == run_id:
+        raise InvalidSpec(f"against: {against!r:.60} is the run itself; allowed: another run of its job, or null for a replay",
+                          field="against", value=against[:60])
+    at, finding = now if now is not None else db.now(), check_record(provenance(db, run_id, tenant), {})
+    if against is not None and (theirs := check_record(provenance(db, against, tenant), {})).verdict == "TAMPERED":
+        raise Conflict(f"the record of run {against} contradicts itself: {theirs.message}", run=against)
+    try:
+        with db.write() as tx:
+            compared = [_run_to_verify(tx, one, tenant) for one in (run_id, against) if one is not None]
+            plan, job, resolved = _plan_bisect(tx, compared, [execution or {}, against_execution or {}], tenant, at)
+            if finding.verdict == "TAMPERED":
+                made = _at_once(tx, compared[0], at, level="bisect", against=against, plan=plan.document(), **finding.as_dict())
+            else:
+                refuse_over_quota(tx, tenant, resolved, at, new_job=False)
+                made = _verification_by(tx, _queue_run(tx, job, resolved, "bisect", compared[0], at, plan).id)
+            _remember(tx, tenant, idempotency, job.id, {"verification": {"id": made}}, at)
+    except (_SeenBefore, QuotaExceeded):
+        seen = _answered(db, tenant, idempotency)
+        if seen is None:
+            raise
+        made = seen["verification"]["id"]
+    return get_verification(db, made, tenant)
+
+
 def check(db: Database, run_id: str, read: Read, *, tenant: str = "local",
           idempotency: Idempotency | None = None) -> Verification:
     """Verifies a run at level check, now; see `runs.judge`."""
@@ -301,6 +341,32 @@ def _where_it_fits(tx: Connection, of_run: JobSpec, keys: Mapping[str, Any], now
     return resolved
 
 
+def _plan_bisect(tx: Connection, compared: Sequence[Row], keys: Sequence[Mapping[str, Any]], tenant: str,
+                 now: datetime) -> tuple[BisectPlan, Job, ExecutionSpec]:
+    """The plan of a bisect of these runs (one: and a replay of it), the first one's job, and the spec of the run that does it."""
+    jobs = [_job_of(_job(tx, row["job_id"], tenant)) for row in compared]
+    differing = changes("training", *(job.training.model_dump(mode="json") for job in (jobs[0], jobs[-1])))
+    if differing:
+        change = differing[0]
+        raise InvalidSpec(
+            f"against: {change.field} is {change.first!r} in the first run and {change.second!r} in the second; allowed: two "
+            "runs of one job", field="against", value=compared[-1]["id"],
+            errors=[{"field": change.field, "value": change.second, "problem": "differs", "allowed": change.first}],
+        )
+    specs = []
+    for row, job, replaced in zip((compared[0], compared[-1]), (jobs[0], jobs[-1]), keys, strict=True):
+        own = ExecutionSpec.model_validate(row["execution"])
+        specs.append(_where_it_fits(tx, JobSpec(training=job.training, execution=own), replaced, now))
+    replay = len(compared) == 1
+    sides = [PlannedSide(row["id"], str(row["head"]), spec.device, spec.threads, spec.micro_batches)
+             for row, spec in zip((compared[0], compared[-1]), specs, strict=True)]
+    second = replace(sides[1], run=None, head=None) if replay else sides[1]
+    plan = BisectPlan(sides[0], second, min(row["step"] for row in compared))
+    device = "cuda" if "cuda" in (specs[0].device, specs[1].device) else "cpu"
+    resolved = override_execution(JobSpec(training=jobs[0].training, execution=specs[0]), {"device": device}).execution
+    return plan, jobs[0], resolved
+
+
 def _verification_by(tx: Connection, run_id: str) -> str:
     row = queries.verification_by(tx, run_id)
     assert row is not None, "it was queued with its verification"
@@ -311,9 +377,9 @@ def _run_to_look_at(tx: Connection, run_id: str, tenant: str) -> Row:
     row = queries.run(tx, run_id, tenant) if is_id(run_id, "run") else None
     if row is None:
         raise NotFound(f"there is no run {run_id!r:.60}", run=run_id[:60])
-    if row["kind"] == "audit":
-        raise Conflict(f"run {run_id} is an audit of {row['reproduces']}: verify that one", run=run_id,
-                       audits=row["reproduces"])
+    if row["kind"] in UNCHAINED:
+        what = "an audit" if row["kind"] == "audit" else "a bisect"
+        raise Conflict(f"run {run_id} is {what} of {row['reproduces']}: verify that one", run=run_id, verifies=row["reproduces"])
     return row
 
 
@@ -364,7 +430,7 @@ def _execution(job: Job, execution: ExecutionSpec | None) -> ExecutionSpec:
 
 
 def _run_to_reproduce(tx: Connection, job: Job, wanted: str | None) -> Row | None:
-    of_job = [run for run in queries.runs_of_job(tx, job.id) if run["kind"] != "audit"]  # those have no whole chain
+    of_job = [run for run in queries.runs_of_job(tx, job.id) if run["kind"] not in UNCHAINED]  # those have no whole chain
     if wanted is not None:
         found = next((run for run in of_job if run["id"] == wanted), None)
         if found is None:
@@ -390,14 +456,14 @@ def _run_to_reproduce(tx: Connection, job: Job, wanted: str | None) -> Row | Non
 
 
 def _queue_run(tx: Connection, job: Job, execution: ExecutionSpec, kind: RunKind, original: Row | None, now: datetime,
-               plan: Plan | None = None) -> Run:
+               plan: Plan | BisectPlan | None = None) -> Run:
     """Inserts a run, its first event and, where it verifies another one, that verification."""
     row = {
         "id": new_id("run"), "tenant": job.tenant, "job_id": job.id, "kind": kind,
         "reproduces": None if original is None else original["id"], "status": "queued", "desired_state": "run",
         "stop_reason": None, "message": None, "verdict": None, "execution": execution.model_dump(mode="json"),
         "device": execution.device, "devices": execution.count, "queue_rank": -execution.priority,
-        "steps": job.training.steps if plan is None else plan.end,
+        "steps": plan.end if isinstance(plan, Plan) else job.training.steps,
         **_filters(job.training), "attempt": 0, "failures": 0,
         "step": None, "head": None, "weights": None, "event_count": 1, "log_count": 0, "lease_worker": None, "created_at": now,
         "updated_at": now, "started_at": None, "ended_at": None, "retry_at": None, "run_deadline_at": None,
@@ -413,7 +479,9 @@ def _queue_run(tx: Connection, job: Job, execution: ExecutionSpec, kind: RunKind
     if original is not None:
         queries.add(tx, tables.verifications, [{
             "id": new_id("ver"), "tenant": job.tenant, "run_id": original["id"], "executed_by": row["id"],
-            "level": "rerun" if plan is None else "audit", "plan": None if plan is None else plan.document(), "created_at": now,
+            "against": plan.second.run if isinstance(plan, BisectPlan) else None,
+            "level": "rerun" if kind == "reproduction" else kind, "plan": None if plan is None else plan.document(),
+            "created_at": now,
         }])
     return run_of(row)
 

@@ -19,10 +19,13 @@ StopReason = Literal[
 AttemptEnd = Literal[
     "finished", "stopped", "worker_lost", "lease_expired", "out_of_memory", "failed", "service_restarted"
 ]
-VerificationLevel = Literal["check", "audit", "rerun"]
+VerificationLevel = Literal["check", "audit", "rerun", "bisect"]
 # done: it came to a conclusion; failed: what carried it out failed, which says nothing about the run.
 VerificationStatus = Literal["queued", "running", "paused", "done", "cancelled", "failed"]
 VerificationVerdict = Literal["INTACT", "AUDITED", "REPRODUCED", "DIVERGED", "TAMPERED", "INCONCLUSIVE"]
+
+# Kinds of runs without a chain and an attestation of their own: what is signed is the verdict.
+UNCHAINED: Final = ("audit", "bisect")
 
 STATUSES: Final = get_args(RunStatus)
 STOP_REASONS: Final = get_args(StopReason)

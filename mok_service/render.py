@@ -153,15 +153,48 @@ def record_table(record: Mapping[str, Any]) -> Table:
     return table
 
 
-def coverage_lines(report: Mapping[str, Any] | None) -> Iterable[str]:
-    """What an audit covered, in sentences."""
+def report_lines(report: Mapping[str, Any] | None) -> Iterable[str]:
+    """What an audit covered, or what a bisect found."""
     if report is None:
         return
+    yield from bisect_lines(report) if report["type"] == "mok.bisect/v1" else _coverage_lines(report)
+
+
+def _coverage_lines(report: Mapping[str, Any]) -> Iterable[str]:
     yield (f"  covered: {report['steps_covered']} of {report['steps_total']} steps, {report['segments_covered']} of "
            f"{report['segments_total']} segments")
     for row in report["escape"]:
         segments = "1 forged segment" if row["forged_segments"] == 1 else f"{row['forged_segments']} forged segments"
         yield f"  {segments} would have escaped with a chance of {row['percent']} % ({row['chance']})"
+
+
+def bisect_lines(report: Mapping[str, Any]) -> Iterable[str]:
+    """Where two executions come apart: operation, tensors, elements and their bits; notes, and what it took."""
+    if report["operation"] is not None:
+        yield from _operation_lines(report["operation"])
+    if report["state"] is not None:
+        yield from _tensor_lines(f"state after step {report['step']}: {report['state']['argument']}", report["state"])
+    yield from (f"  note        {note}" for note in report["notes"])
+    counts = report["counts"]
+    yield (f"  it took     {counts['heads']} heads compared, {counts['steps']} steps computed, {counts['operation_digests']} "
+           f"operation digests, {counts['prefixes']} of their prefixes compared")
+
+
+def _operation_lines(found: Mapping[str, Any]) -> Iterable[str]:
+    yield f"  operation   {found['operation']}, number {found['number']} of {found['of']}: {found['place']}"
+    yield "  inputs      " + ("equal, so it is this operation itself" if found["inputs_equal"] else "differ:")
+    for kind in ("input", "output"):
+        for tensor in found[f"{kind}s"]:
+            yield from _tensor_lines(f"{kind} {tensor['argument']}", tensor)
+
+
+def _tensor_lines(what: str, found: Mapping[str, Any]) -> Iterable[str]:
+    name = f", {found['name']}" if found["name"] else ""
+    element = found["element"]
+    at = ", ".join(map(str, element["index"]))
+    yield f"  {what}{name}: {found['differing']:,} of {found['elements']:,} elements differ, the first is [{at}]"
+    yield f"    first     {element['first_bits']}  {element['first']}"
+    yield f"    second    {element['second_bits']}  {element['second']}"
 
 
 def logs_text(items: Iterable[Mapping[str, Any]]) -> Iterable[str]:

@@ -19,7 +19,9 @@ RUNS = sa.table("runs", *(sa.column(name) for name in ("id", "tenant", "reproduc
 def upgrade() -> None:
     with op.batch_alter_table("verifications") as batch:
         batch.add_column(sa.Column("executed_by", sa.String(40), nullable=True))
+        batch.add_column(sa.Column("against", sa.String(40), nullable=True))
         batch.add_column(sa.Column("plan", sa.Text(), nullable=True))
+        batch.add_column(sa.Column("progress", sa.Text(), nullable=True))
         batch.add_column(sa.Column("report", sa.Text(), nullable=True))
         batch.add_column(sa.Column("ended_at", sa.DateTime(timezone=True), nullable=True))
         batch.add_column(sa.Column("log_index", sa.Integer(), nullable=True))
@@ -31,7 +33,9 @@ def upgrade() -> None:
         batch.drop_constraint("fk_verifications_compares_with", type_="foreignkey")
         batch.drop_column("compares_with")
         batch.create_foreign_key("fk_verifications_executed_by", "runs", ["executed_by"], ["id"])
+        batch.create_foreign_key("fk_verifications_against", "runs", ["against"], ["id"])
         batch.create_unique_constraint("uq_verifications_executed_by", ["executed_by"])
+    op.create_index("ix_verifications_against", "verifications", ["against"])
     op.create_index("ix_verifications_unattested", "verifications", ["ended_at", "id"], sqlite_where=sa.text(TO_ATTEST),
                     postgresql_where=sa.text(TO_ATTEST))
     op.create_table(
@@ -70,10 +74,12 @@ def downgrade() -> None:
         batch.add_column(sa.Column("compares_with", sa.String(40), nullable=True))
     v = VERIFICATIONS
     op.execute(v.update().where(v.c.executed_by.is_not(None)).values(run_id=v.c.executed_by, compares_with=v.c.run_id))
+    op.drop_index("ix_verifications_against", "verifications")
     with op.batch_alter_table("verifications") as batch:
         batch.drop_constraint("uq_verifications_executed_by", type_="unique")
         batch.drop_constraint("fk_verifications_executed_by", type_="foreignkey")
-        for name in ("executed_by", "plan", "report", "ended_at", "log_index"):
+        batch.drop_constraint("fk_verifications_against", type_="foreignkey")
+        for name in ("executed_by", "against", "plan", "progress", "report", "ended_at", "log_index"):
             batch.drop_column(name)
         batch.alter_column("verdict", existing_type=sa.String(16), nullable=False)
         batch.alter_column("message", existing_type=sa.Text(), nullable=False)

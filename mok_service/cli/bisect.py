@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from mok_service.cli.options import DATA_DIR, AsJson, DataDir, Url
-
-if TYPE_CHECKING:
-    from mok_service.training.bisect_report import OperationFinding, Report, TensorFinding
 
 Device = Annotated[str | None, typer.Option(metavar="cpu|cuda", help="Computes the first again; default: as in its spec.")]
 Threads = Annotated[int | None, typer.Option(min=0, help="CPU threads for the first; 0 for all.")]
@@ -54,11 +50,13 @@ def bisect(
     from mok_service.kernels.abi import ISAS
     from mok_service.settings import load_settings
     from mok_service.training.bisect_records import Machine, Recorded, bisect_records
+    from mok_service.training.sources import Sources
 
     for value, option in ((isa, "--isa"), (against_isa, "--against-isa")):
         if value not in ISAS:
             raise typer.BadParameter(f"{value!r}; allowed: {', '.join(ISAS)}", param_hint=option)
-    roots = data or list(load_settings().data_roots) or [Path.cwd()]
+    settings = load_settings()
+    roots = data or list(settings.data_roots) or [Path.cwd()]
     machines = [Machine(device, threads, isa, library), Machine(against_device, against_threads, against_isa, against_library)]
     arguments = [first] if second is None else [first, second]
     with executions(arguments, url, data_dir) as opened, render.StepProgress("bisect", 1, quiet=as_json) as bar:
@@ -67,40 +65,12 @@ def bisect(
             bar.state(f"{what} {step}")
 
         sides = [Recorded(one.name, one.record, one.read) for one in opened]
-        report = bisect_records(sides[0], sides[1] if second else None, machines[0], machines[1], roots, progress=progress)
+        report = bisect_records(sides[0], sides[1] if second else None, machines[0], machines[1], roots, sources=Sources.of(settings),
+                                progress=progress)
     if as_json:
         render.print_json(report.as_dict())
     else:
         render.show(render.coloured(report.verdict), report.message)
-        for line in _lines(report):
+        for line in render.bisect_lines(report.as_dict()):
             render.show(line)
     raise typer.Exit(EXIT_STATUS[report.verdict])
-
-
-def _lines(report: Report) -> Iterator[str]:
-    if report.operation is not None:
-        yield from _operation_lines(report.operation)
-    if report.state is not None:
-        yield from _tensor_lines(f"state after step {report.step}: {report.state.argument}", report.state)
-    yield from (f"  note        {note}" for note in report.notes)
-    counts = report.counts
-    yield (f"  it took     {counts.heads} heads compared, {counts.steps} steps computed, {counts.operation_digests} operation "
-           f"digests, {counts.prefixes} of their prefixes compared")
-
-
-def _operation_lines(found: OperationFinding) -> Iterator[str]:
-    yield f"  operation   {found.operation}, number {found.number} of {found.of}: {found.place}"
-    yield "  inputs      " + ("equal, so it is this operation itself" if not found.inputs else "differ:")
-    for tensor in found.inputs:
-        yield from _tensor_lines(f"input {tensor.argument}", tensor)
-    for tensor in found.outputs:
-        yield from _tensor_lines(f"output {tensor.argument}", tensor)
-
-
-def _tensor_lines(what: str, found: TensorFinding) -> Iterator[str]:
-    name = f", {found.name}" if found.name else ""
-    element = found.element
-    at = ", ".join(map(str, element.index))
-    yield f"  {what}{name}: {found.differing:,} of {found.elements:,} elements differ, the first is [{at}]"
-    yield f"    first     {element.first_bits}  {element.first!r}"
-    yield f"    second    {element.second_bits}  {element.second!r}"

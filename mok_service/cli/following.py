@@ -7,7 +7,7 @@ from typing import Any, Final
 import typer
 
 from mok_service.client import Client
-from mok_service.render import StepProgress, coloured, coverage_lines, print_json, show
+from mok_service.render import StepProgress, coloured, print_json, report_lines, show
 
 EXIT_STATUS: Final = {"INTACT": 0, "AUDITED": 0, "REPRODUCED": 0, "DIVERGED": 3, "TAMPERED": 4, "INCONCLUSIVE": 5}
 
@@ -52,7 +52,7 @@ def newest_verdict(client: Client, run: dict[str, Any]) -> dict[str, Any] | None
 
 
 def follow_verification(client: Client, verification: dict[str, Any], *, quiet: bool = False) -> dict[str, Any]:
-    """Show the progress of an audit or a rerun until it has ended; the verification as it then is."""
+    """Show the progress of an audit, a rerun or a bisect until it has ended; the verification as it then is."""
     if verification["executed_by"] is None:  # it needed no run to come to its verdict
         return verification
     progress = verification["progress"]
@@ -63,6 +63,10 @@ def follow_verification(client: Client, verification: dict[str, Any], *, quiet: 
             payload = event["payload"]
             if event["type"] == "run.status":
                 bar.state(payload["status"])
+            elif event["type"] == "progress":
+                bar.of(payload["of"])
+                bar.step(max(0, payload["step"] - 1), None, None, None)
+                bar.state(f"{payload['what']} {payload['step']}")
             elif event["type"] == "step" and payload["step"] > 0:
                 done += 1
                 bar.step(done, payload["loss"], payload["tokens"], payload["seconds"])
@@ -70,7 +74,7 @@ def follow_verification(client: Client, verification: dict[str, Any], *, quiet: 
 
 
 def exit_for_verification(verification: dict[str, Any], as_json: bool) -> None:
-    """Say what an audit or a rerun showed, and exit by its verdict; 1 when it failed or was cancelled."""
+    """Say what an audit, a rerun or a bisect showed, and exit by its verdict; 1 when it failed or was cancelled."""
     if verification["status"] == "done":
         tell_verdict(verification, as_json)
     if as_json:
@@ -86,9 +90,10 @@ def tell_verdict(verification: dict[str, Any], as_json: bool, *, quiet: bool = F
         print_json(verification)
     elif not quiet:
         show(coloured(verification["verdict"]), verification["message"])
-        for line in coverage_lines(verification.get("report")):
+        report = verification.get("report")
+        for line in report_lines(report):
             show(line)
-        if verification["expected"] is not None or verification["got"] is not None:
+        if report is None and (verification["expected"] is not None or verification["got"] is not None):
             show(f"  step {verification['step']}, {verification['field']}: expected {verification['expected']}, "
                  f"got {verification['got']}")
     raise typer.Exit(EXIT_STATUS[verification["verdict"]])

@@ -27,7 +27,7 @@ def list_runs(
     status: Annotated[str | None, typer.Option(metavar="STATUS", help="Only runs in this state.")] = None,
     job: Annotated[str | None, typer.Option(metavar="JOB", help="Only runs of this job.")] = None,
     digest: Annotated[str | None, typer.Option(metavar="DIGEST", help="Only runs that produced or used this digest.")] = None,
-    kind: Annotated[str | None, typer.Option(metavar="KIND", help="Only original, reproduction or audit.")] = None,
+    kind: Annotated[str | None, typer.Option(metavar="KIND", help="Only original, reproduction, audit or bisect.")] = None,
     name: Annotated[str | None, typer.Option(metavar="NAME", help="Only runs of jobs of this name.")] = None,
     model: Annotated[str | None, typer.Option(metavar="PRESET", help="Only models with the sizes of this preset.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="Only runs with this seed.")] = None,

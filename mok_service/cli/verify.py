@@ -22,6 +22,7 @@ class Level(StrEnum):
     CHECK = "check"
     AUDIT = "audit"
     RERUN = "rerun"
+    BISECT = "bisect"
 
 
 def add_to(app: typer.Typer) -> None:
@@ -35,12 +36,16 @@ def verify(
                                                                   "`mok export` wrote, which is verified by itself, here.")],
     level: Annotated[Level, typer.Option(help="check: the record's links, every checkpoint's bytes against their digests, the "
                                               "attestation and its place in the log. audit: compute drawn segments between "
-                                              "checkpoints again. rerun: compute all of it again.")] = Level.CHECK,
+                                              "checkpoints again. rerun: compute all of it again. bisect: find where it "
+                                              "and --against, or a replay, come apart.")] = Level.CHECK,
     segments: Annotated[int | None, typer.Option(min=1, help="audit: how many segments; default: 4, or all.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="audit: what they are drawn by; default: a new "
                                                                     "one.")] = None,
-    device: Annotated[str | None, typer.Option(metavar="cpu|cuda", help="audit, rerun: another kind of device.")] = None,
-    threads: Annotated[int | None, typer.Option(min=0, help="audit, rerun: CPU threads; 0 for all.")] = None,
+    device: Annotated[str | None, typer.Option(metavar="cpu|cuda", help="audit, rerun, bisect: another kind of device.")] = None,
+    threads: Annotated[int | None, typer.Option(min=0, help="audit, rerun, bisect: CPU threads; 0 for all.")] = None,
+    against: Annotated[str | None, typer.Option(metavar="RUN", help="bisect: another run of its job; default: a replay.")] = None,
+    against_device: Annotated[str | None, typer.Option(metavar="cpu|cuda", help="bisect: the device of the other side.")] = None,
+    against_threads: Annotated[int | None, typer.Option(min=0, help="bisect: CPU threads of the other side.")] = None,
     data: Annotated[list[Path] | None, typer.Option("--data", metavar="FOLDER", help="Where data files lie, to audit or rerun an "
                                                     "exported run; default: MOK_DATA_ROOTS, else the working folder.")] = None,
     key: KeyFile = None,
@@ -50,14 +55,17 @@ def verify(
 
     A signature counts by the keys in --key; for a run without --key, by those of the service itself; for a folder without --key
     by none, so that nothing is concluded. Exits 0 for INTACT, AUDITED or REPRODUCED, 3 for DIVERGED, 4 for TAMPERED, 5 for
-    INCONCLUSIVE, 1 when an audit or rerun failed or was cancelled.
+    INCONCLUSIVE, 1 when an audit, rerun or bisect failed or was cancelled. (`mok bisect` bisects on this machine.)
     """
     from mok_service.cli.following import exit_for_verification, follow_verification, tell_verdict
 
-    wish = {"device": device, "threads": threads}
-    execution = {name: value for name, value in wish.items() if value is not None}
+    execution, theirs = _given(device=device, threads=threads), _given(device=against_device, threads=against_threads)
     _refuse_what_does_not_go_together(level, segments is not None or seed is not None, bool(execution))
+    if level is not Level.BISECT and (against is not None or theirs):
+        raise typer.BadParameter("--against and the like go with --level bisect", param_hint="--level")
     if is_folder(run):
+        if level is Level.BISECT:
+            raise typer.BadParameter(f"{run} is a folder; `mok bisect` takes folders", param_hint="--level")
         if level is Level.CHECK:
             tell_verdict({"folder": run, "level": level.value, **check_folder(Path(run), key)}, as_json)
         else:
@@ -71,15 +79,21 @@ def verify(
             tell_verdict({"run": found, "level": level.value, **check(source, found, source.provenance(found), key)}, as_json)
         return
     with service(url, data_dir) as client:
-        asked = client.verify(run_id(client, run), level.value, segments=segments, seed=seed, execution=execution or None)
+        other = None if against is None else run_id(client, against)
+        asked = client.verify(run_id(client, run), level.value, segments=segments, seed=seed, against=other,
+                              execution=execution or None, against_execution=theirs or None)
         exit_for_verification(follow_verification(client, asked, quiet=as_json), as_json)
+
+
+def _given(**keys: Any) -> dict[str, Any]:
+    return {name: value for name, value in keys.items() if value is not None}
 
 
 def _refuse_what_does_not_go_together(level: Level, drawing: bool, executing: bool) -> None:
     if drawing and level is not Level.AUDIT:
         raise typer.BadParameter("--segments and --seed go with --level audit", param_hint="--level")
     if executing and level is Level.CHECK:
-        raise typer.BadParameter("--device and --threads go with --level audit or rerun", param_hint="--level")
+        raise typer.BadParameter("--device and --threads go with --level audit, rerun or bisect", param_hint="--level")
 
 
 def compute_folder(folder: Path, key: Path | None, level: Literal["audit", "rerun"], segments: int | None, seed: int | None,
@@ -90,8 +104,10 @@ def compute_folder(folder: Path, key: Path | None, level: Literal["audit", "reru
     from mok_service.render import StepProgress
     from mok_service.settings import load_settings
     from mok_service.training.offline import verify_folder
+    from mok_service.training.sources import Sources
 
-    roots = data_roots or list(load_settings().data_roots) or [Path.cwd()]
+    settings = load_settings()
+    roots = data_roots or list(settings.data_roots) or [Path.cwd()]
     trusted = {} if key is None else public_keys(key)
     with StepProgress(f"{level} of {folder}", 1, quiet=as_json) as progress:
         def told(record: StepRecord, done: int, of: int) -> None:
@@ -99,7 +115,7 @@ def compute_folder(folder: Path, key: Path | None, level: Literal["audit", "reru
             progress.step(done, record.loss, record.tokens, record.seconds)
 
         outcome = verify_folder(folder, trusted, level, segments=segments, seed=seed, execution=execution, data_roots=roots,
-                                told=told)
+                                sources=Sources.of(settings), told=told)
     return outcome.as_dict()
 
 

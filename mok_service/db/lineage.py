@@ -259,5 +259,5 @@ def libraries_of(tx: Connection, ids: Sequence[str]) -> list[Row]:
 def verdicts_on(tx: Connection, ids: Sequence[str], limit: int) -> list[Row]:
     """The verifications of these runs that have ended or are under way, the newest first."""
     t = verifications
-    query = select(t.c.id, t.c.run_id, t.c.executed_by, t.c.level, t.c.verdict, t.c.step, t.c.created_at)
+    query = select(t.c.id, t.c.run_id, t.c.executed_by, t.c.against, t.c.level, t.c.verdict, t.c.step, t.c.created_at)
     return _all(tx, query.where(t.c.run_id.in_(ids)).order_by(t.c.created_at.desc(), t.c.id.desc()).limit(limit))

@@ -38,7 +38,7 @@ from mok_service.db.tables import (
     verification_attestations,
     verifications,
 )
-from mok_service.lifecycle import FINAL
+from mok_service.lifecycle import FINAL, UNCHAINED
 from mok_service.provenance.digest import Digest
 
 Key = tuple[datetime, str]  # created_at and id: the order of every list
@@ -236,10 +236,10 @@ def last_log_sequence(tx: Connection, run_id: str, number: int) -> int | None:
 
 
 def verifications_of(tx: Connection, run_id: str) -> list[Row]:
-    """Verifications of the run, and the one that it carries out."""
+    """Verifications of the run, bisects that compare another one with it, and the one that it carries out."""
     t = verifications
-    query = _with_executor().where(or_(t.c.run_id == run_id, t.c.executed_by == run_id)).order_by(t.c.created_at, t.c.id)
-    return _all(tx, query)
+    concerns = or_(t.c.run_id == run_id, t.c.against == run_id, t.c.executed_by == run_id)
+    return _all(tx, _with_executor().where(concerns).order_by(t.c.created_at, t.c.id))
 
 
 def verification_by(tx: Connection, run_id: str) -> Row | None:
@@ -275,11 +275,11 @@ def going_audit_of(tx: Connection, run_id: str) -> str | None:
 def unattested_runs(tx: Connection, limit: int) -> list[Row]:
     """Id and tenant of runs that have ended and have no attestation; the first that ended comes first."""
     query = select(runs.c.id, runs.c.tenant).where(runs.c.ended_at.is_not(None), runs.c.log_index.is_(None))
-    return _all(tx, query.where(runs.c.kind != "audit").order_by(runs.c.ended_at, runs.c.id).limit(limit))
+    return _all(tx, query.where(runs.c.kind.not_in(UNCHAINED)).order_by(runs.c.ended_at, runs.c.id).limit(limit))
 
 
 def unattested_verifications(tx: Connection, limit: int) -> list[Row]:
-    """Id and tenant of audits and reruns with a verdict that isn't attested; the first that ended comes first."""
+    """Id and tenant of audits, reruns and bisects with a verdict that isn't attested; the first that ended comes first."""
     t = verifications
     query = select(t.c.id, t.c.tenant).where(t.c.verdict.is_not(None), t.c.level != "check", t.c.log_index.is_(None))
     return _all(tx, query.order_by(t.c.ended_at, t.c.id).limit(limit))

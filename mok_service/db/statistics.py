@@ -8,6 +8,7 @@ from typing import Any
 from sqlalchemy import Connection, func, select
 
 from mok_service.db.tables import attempts, deliveries, nodes, runs
+from mok_service.lifecycle import UNCHAINED
 
 
 def attempt_ends(tx: Connection) -> dict[str, int]:
@@ -28,7 +29,8 @@ def outbox(tx: Connection) -> tuple[int, datetime | None]:
 
 def unsigned(tx: Connection) -> tuple[int, datetime | None]:
     """Runs that have ended and aren't attested, and since when the first of them waits."""
-    return _count_and_first(tx, runs.c.ended_at, runs.c.ended_at.is_not(None), runs.c.log_index.is_(None), runs.c.kind != "audit")
+    return _count_and_first(tx, runs.c.ended_at, runs.c.ended_at.is_not(None), runs.c.log_index.is_(None),
+                            runs.c.kind.not_in(UNCHAINED))
 
 
 def steps(tx: Connection) -> int:

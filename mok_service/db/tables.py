@@ -265,15 +265,18 @@ verifications: Final = Table(
     "verifications", metadata,
     _id(), _tenant(), _run(),                    # the run that is verified
     Column("executed_by", String(40), ForeignKey("runs.id")),  # the run that computes it again; none for a check
+    Column("against", String(40), ForeignKey("runs.id")),      # of a bisect of two runs: the other one
     Column("level", String(16), nullable=False),
     Column("plan", Json),                        # what is computed again; written once, when it is asked for
+    Column("progress", Json),                    # of a bisect, which has no step records: what it is at
     Column("verdict", String(16)),               # none before it ends, and none if it is cancelled
     Column("field", Text), Column("step", Integer), Column("expected", Sentence), Column("got", Sentence),
     Column("message", Sentence),
-    Column("report", Json),                      # beside a good verdict: what it covers
+    Column("report", Json),                      # beside a good verdict: what it covers; of a bisect: what it found
     _time("created_at"), _time("ended_at", nullable=True),
     Column("log_index", Integer),                # of its attestation; set after it has ended
     Index(None, "run_id", "created_at", "id"),
+    Index(None, "against"),
     UniqueConstraint("executed_by"),
     Index("ix_verifications_unattested", "ended_at", "id", sqlite_where=text(_TO_ATTEST), postgresql_where=text(_TO_ATTEST)),
 )

@@ -1,7 +1,8 @@
-"""What is signed about the verdict of an audit or a rerun: an in-toto Statement with the predicate "test result". No I/O.
+"""What is signed about the verdict of an audit, rerun or bisect: an in-toto Statement with the predicate "test result". No I/O.
 
 Of in-toto's predicates, SVR lists what was verified to be true, and so can't say that a run diverged; a test result has PASSED,
-WARNED and FAILED. Its own field `verification`, which other readers ignore, holds plan, verdict and report as REST shows them.
+WARNED and FAILED. Its own field `verification`, which other readers ignore, holds plan, verdict and report as REST shows them, but
+for floats: canonical JSON can't hold them, so they are the 16 hex digits of their binary64 bits.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, Final
 from mok_service.provenance.attest import STATEMENT_TYPE, record_digest, subject
 from mok_service.provenance.canonical import canonical_bytes
 from mok_service.provenance.digest import sha256
+from mok_service.provenance.record import canonical_value
 
 PREDICATE_TYPE: Final = "https://in-toto.io/attestation/test-result/v0.1"
 RESULTS: Final = {"AUDITED": "PASSED", "REPRODUCED": "PASSED", "DIVERGED": "FAILED", "TAMPERED": "FAILED",
@@ -41,6 +43,6 @@ def verdict_statement(record: Mapping[str, Any], verification: Mapping[str, Any]
             "configuration": configuration,
             "url": f"urn:mok-service:verification:{verification['id']}",
             named[result]: [f"{verification['level']} of {identity['run']}"],
-            "verification": {name: verification[name] for name in FIXED},
+            "verification": canonical_value({name: verification[name] for name in FIXED}),
         },
     }

@@ -10,6 +10,7 @@ from mok_service.db import lineage, queries, tables
 from mok_service.db.session import Database
 from mok_service.errors import Conflict
 from mok_service.provenance.audit import Plan
+from mok_service.provenance.bisection import Doing
 from mok_service.provenance.chain import StepRecord, first_difference, genesis
 from mok_service.provenance.checkpoint import CheckpointInfo
 from mok_service.provenance.digest import Digest
@@ -24,19 +25,22 @@ _CLOSED: Final = frozenset({"nondeterministic", "diverged", "tampered", "source_
 
 
 def append(db: Database, lease: Lease, records: Sequence[StepRecord], logs: Sequence[LogLine] = (),
-           checkpoints: Sequence[CheckpointInfo] = (), now: datetime | None = None) -> AppendResult:
+           checkpoints: Sequence[CheckpointInfo] = (), now: datetime | None = None, doing: Doing | None = None) -> AppendResult:
     """Stores what an attempt did, in one transaction. Sending the same again changes nothing.
 
     Records come in order of steps, without gaps after what is stored. A step that is stored already must have the same
     body: another one ends the run as nondeterministic, naming step and field. A reproduction's records are compared with
     the original's: the first difference ends it, with a stored verification. A checkpoint comes with or after the record of
-    its step. Raises Conflict for a gap and for a checkpoint without a record, LeaseLost when another attempt has the run.
+    its step. `doing` is what a bisect is at. Raises Conflict for a gap and for a checkpoint without a record, LeaseLost when
+    another attempt has the run.
     """
     at = now if now is not None else db.now()
     with leased(db, lease) as run:
         if not _was_marked_running(run):
             raise Conflict(f"run {run.id} is {run['status']}: an attempt must be marked running before it appends", run=run.id)
         _store_logs(run, lease.attempt, logs, at)
+        if doing is not None:
+            run.progress(doing, at)
         if run["stop_reason"] not in _CLOSED:
             _store_records(run, records, at)
         if run["stop_reason"] not in _CLOSED:

@@ -16,6 +16,7 @@ from sqlalchemy import Connection
 from mok_service.db import queries, tables
 from mok_service.db.session import Database
 from mok_service.errors import InvalidSpec, NotFound, Tampered
+from mok_service.lifecycle import UNCHAINED
 from mok_service.provenance import merkle, tree
 from mok_service.provenance.attest import envelope_digest, sign, statement
 from mok_service.provenance.digest import Digest
@@ -120,12 +121,13 @@ def _row(tenant: str, envelope: Mapping[str, Any], key: SigningKey, index: int, 
 
 
 def get_attestation(db: Database, run_id: str, tenant: str = "local") -> Attestation:
-    """Raises NotFound for a run that there isn't, or that isn't attested: not ended, or only just, or an audit."""
+    """Raises NotFound for a run that there isn't, or that isn't attested: not ended, or only just, or an audit or a bisect."""
     run = get_run(db, run_id, tenant)
     with db.read() as tx:
         row = queries.attestation_of(tx, run_id)
     if row is None:
-        why = ("it is an audit: its verdict is attested" if run.kind == "audit" else "it gets one soon after it has ended")
+        why = (f"it carries out a verification ({run.kind}): its verdict is attested" if run.kind in UNCHAINED
+               else "it gets one soon after it has ended")
         raise NotFound(f"{run_id} has no attestation; {why}", run=run_id)
     return _attestation(run_id, None, row)
 
@@ -136,7 +138,7 @@ def get_verdict_attestation(db: Database, verification_id: str, tenant: str = "l
     with db.read() as tx:
         row = queries.attestation_of_verification(tx, verification_id)
     if row is None:
-        raise NotFound(f"{verification_id} has no attestation; an audit or a rerun gets one soon after its verdict",
+        raise NotFound(f"{verification_id} has no attestation; an audit, a rerun or a bisect gets one soon after its verdict",
                        verification=verification_id)
     return _attestation(verification.run_id, verification_id, row)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
@@ -24,7 +24,7 @@ _STOPS: Final[dict[str, StopReason]] = {"DIVERGED": "diverged", "INCONCLUSIVE": 
 
 
 def is_compared(run: LockedRun) -> bool:
-    """Whether the run is a reproduction or an audit on which there is no verdict yet."""
+    """Whether the run verifies another one, and there is no verdict yet."""
     return run["reproduces"] is not None and run["verdict"] is None
 
 
@@ -110,8 +110,12 @@ def conclude_if_ended(run: LockedRun) -> None:
         return
     original = queries.run(run.tx, run["reproduces"])
     assert original is not None
+    now = run["ended_at"]
+    if run["kind"] == "bisect":
+        _end_of_bisect(run, now)
+        return
     drift = code_drift(_last_environment(run, original["id"]), _last_environment(run, run.id))
-    plan, now = plan_of(run), run["ended_at"]
+    plan = plan_of(run)
     if run["stop_reason"] == "non_finite" and _went_on(run, plan):
         conclude(run, Finding("DIVERGED", f"{run['message']}; the record goes on", "loss", run["step"], None, "not finite"), now)
         return
@@ -122,6 +126,30 @@ def conclude_if_ended(run: LockedRun) -> None:
     else:
         told = report(plan) if plan is not None and finding.verdict == "AUDITED" else None
         run.conclude(now, **finding.as_dict(), report=told)
+
+
+def conclude_bisect(run: LockedRun, finding: Finding, report: Mapping[str, Any] | None, now: datetime) -> None:
+    """Stores what a bisect found. Both sides were computed by one worker, so a difference between them is none of its code's;
+    but where its code isn't that of a run, that may be why the run's record doesn't recur."""
+    if finding.verdict == "INCONCLUSIVE":
+        row, own = queries.verification_by(run.tx, run.id), _last_environment(run, run.id)
+        assert row is not None, "a bisect carries out a verification"
+        for compared in filter(None, (row["run_id"], row["against"])):
+            drift = code_drift(_last_environment(run, compared), own)
+            if drift:
+                message = f"{finding.message}. The code differs from that of {compared} ({'; '.join(drift)})"
+                finding = replace(finding, message=message)
+    run.conclude(now, **finding.as_dict(), report=report)
+
+
+def _end_of_bisect(run: LockedRun, now: datetime) -> None:
+    """Of one that came to no conclusion. (Where it came to one, that is on file.)"""
+    why = f": {run['message']}" if run["message"] else ""
+    message = f"the bisect was {run['status']} ({run['stop_reason']}){why}"
+    if run["status"] == "cancelled":
+        run.conclude(now, message=message)
+    else:
+        run.conclude(now, **Finding("INCONCLUSIVE", message).as_dict())
 
 
 def _went_on(run: LockedRun, plan: Plan | None) -> bool:

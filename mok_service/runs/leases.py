@@ -15,7 +15,7 @@ from mok_service.db.session import Database
 from mok_service.lifecycle import AttemptEnd, DesiredState, StopReason
 from mok_service.provenance.digest import Digest
 from mok_service.provenance.manifest import DataManifest
-from mok_service.runs.comparing import conclude, is_compared, source_drift
+from mok_service.runs.comparing import conclude, conclude_bisect, is_compared, source_drift
 from mok_service.runs.locked import LockedRun, final_status, lease_lost, leased
 from mok_service.runs.queue import Fits, choose, order
 from mok_service.runs.rows import Row, run_of
@@ -182,8 +182,12 @@ def finish(db: Database, lease: Lease, outcome: Outcome, now: datetime) -> Run:
             reason, message = ("internal", f"it can't count as succeeded: {missing}") if missing else (reason, message)
         if reason == "source_drift" and run["status"] != "stopping":
             _source_drift_at_worker(run, message or "the data changed", now)
-        if outcome.finding is not None and is_compared(run) and run["status"] != "stopping":
-            reason, message = conclude(run, outcome.finding, now)
+        free = run["status"] != "stopping" or run["stop_reason"] == "user_paused"  # a conclusion comes before a pause
+        if outcome.finding is not None and is_compared(run) and free:
+            if run["kind"] == "bisect":
+                conclude_bisect(run, outcome.finding, outcome.report, now)
+            else:
+                reason, message = conclude(run, outcome.finding, now)
         run.stop(reason, now, message)
         if run["stop_reason"] == "finished":
             run.set(weights=outcome.weights)
@@ -201,6 +205,8 @@ def _source_drift_at_worker(run: LockedRun, message: str, now: datetime) -> None
 def _missing_proof(run: LockedRun, outcome: Outcome) -> str | None:
     """What a run lacks that says it's finished, as a sentence; None when it lacks nothing."""
     steps = run["steps"]
+    if run["kind"] == "bisect":
+        return "it found nothing" if outcome.finding is None else None
     if run["step"] != steps:
         return f"the last step on record is {run['step']}, of {steps}"
     if run["kind"] == "audit":

@@ -23,6 +23,7 @@ RUNS_MAX: Final = 200    # in one graph
 VERDICTS_MAX: Final = 400
 
 Relation = Literal["produced", "used"]
+_RELATIONS: Final = {"audit": "audits", "bisect": "bisects"}
 
 
 # ---- Where a digest occurs -------------------------------------------------------------------------------------------
@@ -194,7 +195,7 @@ def _describe(tx: Connection, graph: _Graph) -> None:
                    step=row["step"], seed=row["seed"], weights=_text(row["weights"]), created_at=time_text(row["created_at"]))
     for run, row in graph.rows.items():
         if row["reproduces"] is not None:
-            graph.edge(run, row["reproduces"], "audits" if row["kind"] == "audit" else "reproduces")
+            graph.edge(run, row["reproduces"], _RELATIONS.get(row["kind"], "reproduces"))
         if row["init_run"] is not None:
             graph.edge(run, row["init_run"], "continues", lineage.step_of_weights(tx, row["init_run"], row["init_weights"]))
         _job_and_data(graph, run, row)
@@ -209,6 +210,8 @@ def _describe(tx: Connection, graph: _Graph) -> None:
         graph.edge(row["id"], row["run_id"], "verifies")
         if row["executed_by"] is not None:
             graph.edge(row["id"], row["executed_by"], "executed by")
+        if row["against"] in graph.rows:
+            graph.edge(row["id"], row["against"], "compares with")
 
 
 def _job_and_data(graph: _Graph, run: str, row: Row) -> None:

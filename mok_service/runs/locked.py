@@ -18,6 +18,7 @@ from mok_service.db.ids import is_id, new_id
 from mok_service.db.session import Database
 from mok_service.errors import Conflict, LeaseLost, NotFound
 from mok_service.lifecycle import ACTIVE, FINAL, AttemptEnd, RunStatus, StopReason, is_legal
+from mok_service.provenance.bisection import Doing
 from mok_service.runs.comparing import conclude_if_ended
 from mok_service.runs.outbox import enqueue
 from mok_service.runs.queue import Use
@@ -216,6 +217,15 @@ class LockedRun:
         queries.add(self.tx, tables.verifications, [row])
         self._tell_verdict(row, now)
         return str(row["id"])
+
+    def progress(self, doing: Doing, now: datetime) -> None:
+        """Writes how far the bisect is that this run carries out, and tells it as an event."""
+        row = queries.verification_by(self.tx, self.id)
+        assert row is not None, f"{self.id} carries out a verification"
+        if row["progress"] != doing.as_dict():
+            queries.update_verification(self.tx, row["id"], {"progress": doing.as_dict()})
+            self.set(updated_at=now)
+            self.event("progress", {**doing.as_dict(), "attempt": self["attempt"]}, now)
 
     def conclude(self, now: datetime, **values: Any) -> None:
         """Writes the verdict of the verification that this run carries out, and tells it as an event of this run."""

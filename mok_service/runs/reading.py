@@ -15,6 +15,7 @@ from mok_service.db.session import Database
 from mok_service.errors import InvalidSpec, NotFound
 from mok_service.lifecycle import STATUSES, RunStatus
 from mok_service.provenance.audit import Plan
+from mok_service.provenance.bisection import BisectPlan
 from mok_service.provenance.digest import Digest
 from mok_service.provenance.manifest import DataManifest
 from mok_service.provenance.record import Parts, assemble
@@ -123,7 +124,7 @@ def attempts(db: Database, run_id: str, tenant: str = "local") -> list[Attempt]:
 
 
 def verifications(db: Database, run_id: str, tenant: str = "local") -> list[Verification]:
-    """Verdicts on this run, and on runs that were compared with it, the oldest first."""
+    """Verdicts on this run, of bisects also where it's the other one, and that of which it is the executor; the oldest first."""
     with db.read() as tx:
         _run(tx, run_id, tenant)
         return [rows.verification_of(row) for row in queries.verifications_of(tx, run_id)]
@@ -146,6 +147,16 @@ def plan_of_audit(db: Database, run: Run) -> Plan | None:
         row = queries.verification_by(tx, run.id)
     assert row is not None, "an audit carries out a verification"
     return Plan.from_document(row["plan"])
+
+
+def plan_of_bisect(db: Database, run: Run) -> BisectPlan | None:
+    """Which executions a bisect compares; None for any other run."""
+    if run.kind != "bisect":
+        return None
+    with db.read() as tx:
+        row = queries.verification_by(tx, run.id)
+    assert row is not None, "a bisect carries out a verification"
+    return BisectPlan.from_document(row["plan"])
 
 
 def nodes(db: Database) -> list[Node]:

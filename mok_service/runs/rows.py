@@ -122,6 +122,11 @@ def _progress(row: Row) -> Progress | None:
         return None
     if row["plan"] is None:
         return Progress(row["run_step"] or 0, row["run_steps"])
+    if row["level"] == "bisect":
+        last, at = row["plan"]["last_step"], row["progress"]
+        if at is None:
+            return Progress(last if row["verdict"] else 0, last)
+        return Progress(at["of"] if row["verdict"] else max(0, at["step"] - 1), at["of"])
     plan = Plan.from_document(row["plan"])
     return Progress(plan.done(row["run_step"]), plan.steps)
 

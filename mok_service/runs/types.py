@@ -24,9 +24,9 @@ from mok_service.provenance.digest import Digest
 from mok_service.provenance.verify import Finding
 from mok_service.spec import ExecutionSpec
 
-RunKind = Literal["original", "reproduction", "audit"]
+RunKind = Literal["original", "reproduction", "audit", "bisect"]
 RUN_KINDS: Final[tuple[str, ...]] = get_args(RunKind)
-EventType = Literal["run.status", "step", "checkpoint", "log", "verification"]
+EventType = Literal["run.status", "step", "progress", "checkpoint", "log", "verification"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 T = TypeVar("T")
 
@@ -167,6 +167,7 @@ class Outcome:
     weights: Digest | None = None   # of the final state; for succeeded
     head: Digest | None = None      # of the last step record; for succeeded
     finding: Finding | None = None  # what a verification found that its records don't show
+    report: dict[str, Any] | None = None  # of a bisect, beside its finding
 
 
 # What a cluster has in all, by device kind ({"cpu": 1, "cuda": 8}), or a judge: does one fit beside those that are active?
@@ -270,7 +271,7 @@ class StoredLog:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How much of a verification is done, in steps."""
+    """How much of a verification is done, in steps. A bisect's goes back where another part of it begins."""
 
     done: int
     of: int
@@ -289,14 +290,14 @@ class Verification:
     level: VerificationLevel
     status: VerificationStatus
     progress: Progress | None        # None for a check
-    plan: dict[str, Any] | None      # of an audit
+    plan: dict[str, Any] | None      # of an audit, or a bisect
     verdict: VerificationVerdict | None  # None until it ends, and when it's cancelled
     field: str | None
     step: int | None
     expected: str | None
     got: str | None
     message: str | None
-    report: dict[str, Any] | None    # of an audit that found nothing
+    report: dict[str, Any] | None    # of an audit that found nothing; of a bisect
     at: datetime
     ended_at: datetime | None
     log_index: int | None            # of its attestation, which it gets soon after it has ended

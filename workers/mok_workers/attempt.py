@@ -16,6 +16,7 @@ from typing import Any, Final, Literal, Protocol
 from mok_service.errors import InvalidSpec, KernelError, LibraryUnusable, TrainingFailed, Unrunnable
 from mok_service.kernels import abi
 from mok_service.lifecycle import STOP_REASONS
+from mok_service.provenance.bisection import Conclusion, Doing
 from mok_service.provenance.chain import StepRecord
 from mok_service.provenance.checkpoint import CheckpointInfo
 from mok_service.provenance.manifest import DataManifest
@@ -39,6 +40,12 @@ class Control(Protocol):
 
     def log(self, message: str, level: Literal["debug", "info", "warning", "error"] = "info", step: int | None = None) -> None:
         """A line for the run's log."""
+
+    def doing(self, doing: Doing) -> None:
+        """What a bisect is at."""
+
+    def conclude(self, conclusion: Conclusion) -> None:
+        """What a bisect came to."""
 
 
 class Training(Protocol):
@@ -80,6 +87,8 @@ class Attempt:
         self._stop: Stop | None = None
         self._status: Literal["running", "done", "stopped", "failed"] = "running"
         self._final: CheckpointInfo | None = None
+        self._doing: Doing | None = None
+        self._conclusion: Conclusion | None = None
         self._failure: Failure | None = None
         self._deadline = monotonic() + payload.lease_seconds
         self._thread = threading.Thread(target=self._run, name=payload.name, daemon=True)
@@ -132,6 +141,8 @@ class Attempt:
         return Reply(
             None if seen.started else self._started, records, lines, checkpoints, ended,
             self._final if ended == "done" else None, self._failure if ended == "failed" else None,
+            self._doing if self._started is not None and self._doing != seen.doing else None,
+            self._conclusion if ended == "done" else None,
         )
 
     # ---- the training's side ---------------------------------------------------------------------------------------------
@@ -157,6 +168,15 @@ class Attempt:
             self._append_line(message, level, step)
             self._changed.notify_all()
 
+    def doing(self, doing: Doing) -> None:
+        with self._changed:
+            self._doing = doing
+            self._changed.notify_all()
+
+    def conclude(self, conclusion: Conclusion) -> None:
+        with self._changed:
+            self._conclusion = conclusion
+
     def _append_line(self, message: str, level: Literal["debug", "info", "warning", "error"], step: int | None) -> None:
         self._lines.append(Line(self._line_count, self._now(), level, message[:LINE_LENGTH_MAX], step))
         self._line_count += 1
@@ -176,7 +196,7 @@ class Attempt:
             self._end("done" if done else "stopped", final=final)
 
     def _train(self) -> tuple[bool, CheckpointInfo | None]:
-        """Whether it came to its end, and the final checkpoint, which an audit doesn't have."""
+        """Whether it came to its end, and the final checkpoint, which an audit or a bisect doesn't have."""
         payload = self._payload
         training = self._opens(payload, self)
         with self._changed:
@@ -189,6 +209,8 @@ class Attempt:
         for record in training.records():
             self._put(record)
             reached = record.step
+        if payload.bisect is not None:
+            return self._conclusion is not None, None
         final = next((c for c in training.checkpoints() if c.step == payload.final_step), None)
         return (final is not None if payload.segments is None else reached == payload.final_step), final
 

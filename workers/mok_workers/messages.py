@@ -9,13 +9,25 @@ from typing import Any, Final, Literal
 from mok_service.lifecycle import AttemptEnd, StopReason
 from mok_service.placement import Devices
 from mok_service.provenance.audit import Segment
+from mok_service.provenance.bisection import Conclusion, Doing
 from mok_service.provenance.chain import StepRecord
 from mok_service.provenance.checkpoint import CheckpointInfo
 from mok_service.provenance.manifest import DataManifest
 from mok_service.provenance.verify import Finding
+from mok_service.training.sources import Remote
 
 RECORDS_A_REPLY_MAX: Final = 256
 LINES_A_REPLY_MAX: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A side of a bisect: a run on record, or (`record` None) a replay of the first side's."""
+
+    name: str
+    execution: dict[str, Any]        # the resolved ExecutionSpec by which it's computed again, as JSON
+    record: dict[str, Any] | None    # provenance/record.py
+    checkpoints: str | None          # the run's checkpoint folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +44,8 @@ class Payload:
     lease_seconds: float
     devices: Devices
     segments: tuple[Segment, ...] | None = None  # an audit: what it replays; folder and checkpoints are the audited run's
+    bisect: tuple[Compared, Compared] | None = None  # a bisect: what it compares; no checkpoint of its own is on record
+    remote: Remote | None = None  # what remote data may be fetched, and how; None: none
 
     @property
     def final_step(self) -> int:
@@ -68,6 +82,7 @@ class Seen:
     step: int = -1
     checkpoint: int = -1
     lines: int = 0               # log lines with a lower sequence
+    doing: Doing | None = None   # what a bisect was at
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +100,7 @@ class Reply:
     """What came after `Seen`: records in order of steps, each checkpoint with or after its record.
 
     `status` other than running comes with the last of everything: `done` (a training: with the final checkpoint), `stopped`,
-    `failed`.
+    `failed`. A bisect has no records: it tells what it is at, and with `done` its conclusion.
     """
 
     started: Started | None
@@ -95,11 +110,14 @@ class Reply:
     status: Literal["running", "done", "stopped", "failed"]
     final: CheckpointInfo | None = None
     failure: Failure | None = None
+    doing: Doing | None = None
+    conclusion: Conclusion | None = None
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing to put on file."""
-        return not (self.started or self.records or self.lines or self.checkpoints) and self.status == "running"
+        news = self.started or self.records or self.lines or self.checkpoints or self.doing
+        return not news and self.status == "running"
 
     def after(self, seen: Seen) -> Seen:
         """What the caller has once it put this on file."""
@@ -109,6 +127,7 @@ class Reply:
             step=self.records[-1].step if self.records else seen.step,
             checkpoint=max((c.step for c in self.checkpoints), default=seen.checkpoint),
             lines=self.lines[-1].sequence + 1 if self.lines else seen.lines,
+            doing=self.doing or seen.doing,
         )
 
 

@@ -23,6 +23,7 @@ from mok_service.training.checkpoint import CheckpointStore, folder_name
 from mok_service.training.data import Corpus, open_corpus
 from mok_service.training.hugging_face import initial_weights
 from mok_service.training.loop import Trainer
+from mok_service.training.sources import Sources
 from mok_workers.attempt import Control, Training
 from mok_workers.messages import Payload
 
@@ -47,7 +48,8 @@ class Opened:
     def of(cls, payload: Payload, control: Control) -> Self:
         job = parse_job(payload.job)
         roots = [Path(root) for root in payload.data_roots]
-        corpus = open_corpus(job.training.data, roots, job.training.model.vocabulary_size, payload.manifest)
+        sources = None if payload.remote is None else Sources(payload.remote, control.log)
+        corpus = open_corpus(job.training.data, roots, job.training.model.vocabulary_size, payload.manifest, sources)
         manifest = corpus.manifest
         control.log(f"data: {len(manifest.files):,} files, {manifest.tokens:,} tokens, {manifest.digest()}")
         backend = load_backend(job.execution.device, threads=job.execution.threads, own_stream=True)
@@ -101,12 +103,15 @@ class NativeTraining:
 
 
 def open_training(payload: Payload, control: Control) -> Training:
-    """What the service's attempts run: a training, or an audit of one."""
-    if payload.segments is None:
-        return NativeTraining(payload, control)
-    from mok_workers.auditing import AuditTraining  # which builds on this module
+    """What the service's attempts run: a training, an audit of one, or a bisect of two."""
+    from mok_workers.auditing import AuditTraining  # which build on this module
+    from mok_workers.bisecting import BisectTraining
 
-    return AuditTraining(payload, control, payload.segments)
+    if payload.bisect is not None:
+        return BisectTraining(payload, control, payload.bisect)
+    if payload.segments is not None:
+        return AuditTraining(payload, control, payload.segments)
+    return NativeTraining(payload, control)
 
 
 def whole_trainer(

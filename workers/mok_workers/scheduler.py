@@ -24,11 +24,13 @@ from mok_service.environment import hardware
 from mok_service.errors import Conflict, LeaseLost
 from mok_service.lifecycle import AttemptEnd, StopReason
 from mok_service.placement import NodeSize, fits, free_after, place
+from mok_service.provenance.bisection import PlannedSide
 from mok_service.runs.types import AppendResult, Lease, LogLine, Outcome, Run
 from mok_service.settings import Settings
 from mok_service.spec import ExecutionSpec
+from mok_service.training.sources import Remote
 from mok_workers.cluster import Cluster, Handle
-from mok_workers.messages import Line, Lost, Payload, Reply, Seen
+from mok_workers.messages import Compared, Line, Lost, Payload, Reply, Seen
 from mok_workers.node import describe
 
 log = logging.getLogger("mok.scheduler")
@@ -223,9 +225,10 @@ class Scheduler:
         if reply.started is not None and active.run.status != "running":  # else it is on file, and only the answer was lost
             told = reply.started
             result = runs.mark_running(self._db, active.lease, now, told.environment, told.placement, told.manifest)
-        if result.stop in (None, "user_paused") and (reply.records or reply.lines or reply.checkpoints):  # a pause loses nothing
+        news = reply.records or reply.lines or reply.checkpoints or reply.doing
+        if result.stop in (None, "user_paused") and news:  # a pause loses nothing
             lines = [log_line(line) for line in reply.lines]
-            result = runs.append(self._db, active.lease, reply.records, lines, reply.checkpoints, now)
+            result = runs.append(self._db, active.lease, reply.records, lines, reply.checkpoints, now, reply.doing)
         active.seen = reply.after(active.seen)
         if result.stop is not None:
             self._stop(active, result.stop, result.message, now)
@@ -294,6 +297,7 @@ class Scheduler:
             checkpoints=str(self._settings.checkpoints(whose)), manifest=job.manifest, last_step=run.step,
             on_record=tuple(stored.info for stored in runs.checkpoints(self._db, whose, run.tenant)),
             lease_seconds=lease.lease_seconds, devices=placed[0].devices, segments=None if plan is None else plan.rest(run.step),
+            bisect=self._compared(run), remote=Remote.of(self._settings),
         )
         try:
             runs.mark_starting(self._db, lease, now)
@@ -304,6 +308,21 @@ class Scheduler:
         active.handle.ask(active.seen, lease.lease_seconds)
         self._active.append(active)
         log.info("%s starts on %s", payload.name, placed[0].node)
+
+    def _compared(self, run: Run) -> tuple[Compared, Compared] | None:
+        """What a bisect compares; None for any other run."""
+        plan = runs.plan_of_bisect(self._db, run)
+        if plan is None:
+            return None
+
+        def side(planned: PlannedSide) -> Compared:
+            execution = {**run.execution.model_dump(mode="json"), **planned.execution}
+            if planned.run is None:
+                return Compared(f"replay of {plan.first.run}", execution, None, None)
+            record = runs.provenance(self._db, planned.run, run.tenant)
+            return Compared(planned.run, execution, record, str(self._settings.checkpoints(planned.run)))
+
+        return side(plan.first), side(plan.second)
 
     # ---- for ever --------------------------------------------------------------------------------------------------------
 
@@ -367,6 +386,8 @@ def ending_of(reply: Reply) -> Ending:
     if reply.status == "stopped":
         return stopped_for("user_paused", None)
     if reply.status == "done":
+        if reply.conclusion is not None:
+            return Finish(Outcome("succeeded", "finished", finding=reply.conclusion.finding, report=reply.conclusion.report))
         if reply.final is None:  # an audit
             return Finish(Outcome("succeeded", "finished"))
         return Finish(Outcome("succeeded", "finished", weights=reply.final.state.weights, head=reply.final.head))

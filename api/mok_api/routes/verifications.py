@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Final
 
 from fastapi import APIRouter, Path, Request
 
@@ -20,6 +20,11 @@ from mok_service import jobs, runs
 router = APIRouter(tags=["verifications"])
 
 VerificationId = Annotated[str, Path(description="Id of a verification.", examples=["ver_0198c0de5e1f7000800000000000c0de"])]
+# Which fields go with a level.
+TAKES: Final[dict[str, tuple[str, ...]]] = {
+    "check": (), "audit": ("segments", "seed", "execution"), "rerun": ("execution",),
+    "bisect": ("against", "execution", "against_execution"),
+}
 LOCATION = "Location names the verification."
 
 
@@ -28,14 +33,19 @@ LOCATION = "Location names the verification."
              responses=created(LOCATION) | accepted(LOCATION) | refusals(404, 409, 413, 415))
 def create_verification(request: Request, db: Db, tenant: Tenant, settings: Configured, body: JsonText,
                         idempotency_key: IdempotencyKey = None) -> Json:
-    """Verify a run. A check reads every byte now and answers with its verdict (201). An audit or a rerun is queued (202): the run
-    that `executed_by` names computes it again, with logs and events, and can be paused and resumed."""
+    """Verify a run. A check reads every byte now and answers with its verdict (201). An audit, a rerun or a bisect is queued
+    (202): the run that `executed_by` names computes it again, with logs and events, and can be paused and resumed."""
     wish, key = parse(body, schemas.NewVerification), idempotency(request, idempotency_key, body)
     _refuse_what_does_not_go_together(wish)
     if wish.level != "check":
         execution = None if wish.execution is None else wish.execution.model_dump(exclude_unset=True)
-        queued = jobs.verify(db, wish.run, wish.level, segments=wish.segments, seed=wish.seed, execution=execution,
-                             tenant=tenant, idempotency=key)
+        if wish.level == "bisect":
+            theirs = None if wish.against_execution is None else wish.against_execution.model_dump(exclude_unset=True)
+            queued = jobs.bisect(db, wish.run, wish.against, execution=execution, against_execution=theirs, tenant=tenant,
+                                 idempotency=key)
+        else:
+            queued = jobs.verify(db, wish.run, wish.level, segments=wish.segments, seed=wish.seed, execution=execution,
+                                 tenant=tenant, idempotency=key)
         return Json(queued.as_dict(), 202, headers={"Location": f"/v1/verifications/{queued.id}"})
     known = {c.info.step: c for c in runs.checkpoints(db, wish.run, tenant)}
 
@@ -61,13 +71,14 @@ def cancel_verification(db: Db, tenant: Tenant, verification: VerificationId, _:
 
 @router.get("/v1/verifications/{verification}/attestation", response_model=schemas.Attestation, responses=refusals(404))
 def get_attestation(db: Db, tenant: Tenant, verification: VerificationId) -> Json:
-    """What the service signed about the verdict of an audit or a rerun, and where its log has it."""
+    """What the service signed about the verdict of an audit, a rerun or a bisect, and where its log has it."""
     return Json(runs.get_verdict_attestation(db, verification, tenant).as_dict())
 
 
 def _refuse_what_does_not_go_together(wish: schemas.NewVerification) -> None:
-    takes = {"check": (), "audit": ("segments", "seed", "execution"), "rerun": ("execution",)}[wish.level]
-    wrong = [name for name in ("segments", "seed", "execution") if getattr(wish, name) is not None and name not in takes]
+    takes = TAKES[wish.level]
+    given = (name for names in TAKES.values() for name in names if getattr(wish, name) is not None)
+    wrong = [name for name in dict.fromkeys(given) if name not in takes]
     if wrong:
         raise InvalidRequest(
             f"{wrong[0]} doesn't go with level {wish.level}; allowed: {', '.join(takes) or 'none'}",

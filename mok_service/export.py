@@ -5,7 +5,7 @@
     attestation.json     the signed envelope
     log.json             where the log has it: index, size, inclusion proof, signed head
     key.pem              the public keys of the service. They prove nothing: get the key that you trust another way
-    verifications/ID/    attestation.json and log.json of the verdict of each audit and rerun
+    verifications/ID/    attestation.json and log.json of the verdict of each audit, rerun and bisect
     checkpoints/STEP/    the checkpoints' files
 """
 

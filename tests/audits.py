@@ -17,6 +17,7 @@ from mok_service.db import tables
 from mok_service.kernels import load_backend
 from mok_service.runs.rows import checkpoint_row, step_row
 from mok_service.settings import Settings
+from mok_service.spec import JobSpec
 from mok_service.training.checkpoint import CheckpointStore
 from mok_service.training.loop import Trainer
 from mok_workers.opening import open_training
@@ -30,11 +31,11 @@ JOB = small_job(steps=STEPS, execution={"threads": 1})
 CODE = {"version": "1", "native": {"cpu": "sha256:" + "a" * 64}, "git": None, "lock": None}  # a checkout changes under tests
 
 
-def train(migrated: Path, folder: Path) -> str:
+def train(migrated: Path, folder: Path, spec: JobSpec = JOB) -> str:
     """Trains a run into a data folder; its id."""
     shutil.copy(migrated, folder / "mok.sqlite3")
     with opened(folder) as world:
-        run = jobs.submit(world.db, JOB, now=world.now).run
+        run = jobs.submit(world.db, spec, now=world.now).run
         assert world.ended(run.id).status == "succeeded"
     return run.id
 

@@ -65,8 +65,8 @@ def bisect(
             bar.state(f"{what} {step}")
 
         sides = [Recorded(one.name, one.record, one.read) for one in opened]
-        report = bisect_records(sides[0], sides[1] if second else None, machines[0], machines[1], roots, sources=Sources.of(settings),
-                                progress=progress)
+        report = bisect_records(sides[0], sides[1] if second else None, machines[0], machines[1], roots,
+                                sources=Sources.of(settings), progress=progress)
     if as_json:
         render.print_json(report.as_dict())
     else:

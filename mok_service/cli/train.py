@@ -95,9 +95,11 @@ def open_trainer(job: JobSpec, out: Path | None, data_roots: list[Path]) -> Trai
     from mok_service.training.data import open_corpus
     from mok_service.training.hugging_face import initial_weights
     from mok_service.training.loop import Trainer
+    from mok_service.training.sources import Sources
 
-    roots = data_roots or list(load_settings().data_roots) or [Path.cwd()]
-    corpus = open_corpus(job.training.data, roots, job.training.model.vocabulary_size)
+    settings = load_settings()
+    roots = data_roots or list(settings.data_roots) or [Path.cwd()]
+    corpus = open_corpus(job.training.data, roots, job.training.model.vocabulary_size, sources=Sources.of(settings))
     backend = load_backend(job.execution.device, threads=job.execution.threads, own_stream=True)
     store = None if out is None else CheckpointStore(out)
     return Trainer(job, corpus, backend, store, initial_weights=initial_weights(job, roots, None))

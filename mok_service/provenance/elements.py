@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from mok_service.errors import InvalidSpec
-from mok_service.provenance.measure import Entry, Read, Stream, read_header
+from mok_service.provenance.measure import Read, Stream, read_header
+from mok_service.provenance.safetensors import Entry
 
 BLOCK_BYTES: Final = 1 << 18
 # Bytes of an element, and the code of an unsigned integer of that width.

@@ -1,18 +1,14 @@
 """Measuring the bytes of checkpoints for `verify.check`: files by SHA-256, and the state in them by its tensors' digests.
 
 Bytes come in pieces, from a disk or over HTTP, and are read once. A checkpoint that lists its tensors (`weights.json`,
-`optimizer.json`) gets those named that are wrong: the digest on record is that of the list. Nothing here needs torch: a
-safetensors file is the length of its header (8 bytes, little-endian), the header (JSON: name -> dtype, shape, data_offsets) and
-the tensors' bytes.
+`optimizer.json`) gets those named that are wrong: the digest on record is that of the list. Nothing here needs torch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 from blake3 import blake3
@@ -21,9 +17,9 @@ from mok_service.errors import NotFound
 from mok_service.provenance.chain import StateDigests
 from mok_service.provenance.checkpoint import DOCUMENTS, OPTIMIZER, WEIGHTS
 from mok_service.provenance.digest import Digest, TensorDigest, read_state_document, state_digest, tensor_fault
+from mok_service.provenance.safetensors import Entry, header_length, parse_header
 from mok_service.provenance.verify import FoundCheckpoint, FoundFile
 
-HEADER_BYTES_MAX: Final = 100_000_000  # the format's own limit
 DOCUMENT_BYTES_MAX: Final = 1 << 30  # a tensor takes about 200
 
 Read = Callable[[int, str], Iterable[bytes]]  # step, file name -> the file's bytes; raises NotFound
@@ -69,17 +65,6 @@ def _checkpoint(checkpoint: Mapping[str, Any], read: Read) -> FoundCheckpoint:
     return FoundCheckpoint(files, StateDigests(weights, optimizer, Digest.parse(stated["cursor"])), faults)
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """Where a safetensors file has a tensor; offsets count from the end of the header."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-
 def _tensors(stream: Stream) -> Iterator[TensorDigest]:
     """The tensors of a safetensors file, in order of their bytes. Raises ValueError for anything else."""
     for entry in read_header(stream):
@@ -91,24 +76,8 @@ def _tensors(stream: Stream) -> Iterator[TensorDigest]:
 
 def read_header(stream: Stream) -> list[Entry]:
     """The tensors of a safetensors file by the order of their bytes. Raises ValueError for anything else."""
-    length = int.from_bytes(b"".join(stream.take(8)), "little")
-    if length > HEADER_BYTES_MAX:
-        raise ValueError(f"no safetensors file: its header would have {length} bytes")
-    try:
-        header = json.loads(b"".join(stream.take(length)))
-        entries = sorted(
-            (Entry(name, str(value["dtype"]), tuple(map(int, value["shape"])), *map(int, value["data_offsets"]))
-             for name, value in header.items() if name != "__metadata__"),
-            key=lambda entry: (entry.begin, entry.end),
-        )
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"no safetensors file: {type(error).__name__} in its header") from None
-    position = 0
-    for entry in entries:
-        if entry.begin != position or entry.end < entry.begin:
-            raise ValueError(f"tensor {entry.name!r} doesn't begin where the one before it ends")
-        position = entry.end
-    return entries
+    length = header_length(b"".join(stream.take(8)))
+    return parse_header(b"".join(stream.take(length)))
 
 
 class Stream:

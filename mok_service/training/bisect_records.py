@@ -29,6 +29,7 @@ from mok_service.training.bisect_report import Counts, Report
 from mok_service.training.checkpoint import CheckpointStore, State
 from mok_service.training.data import open_corpus
 from mok_service.training.hugging_face import initial_weights
+from mok_service.training.sources import Sources
 
 
 @dataclass(frozen=True)
@@ -70,11 +71,13 @@ def bisect_records(
     data_roots: Sequence[Path],
     *,
     runs: Path | None = None,
+    sources: Sources | None = None,
     progress: Progress = lambda *_: None,
 ) -> Report:
     """Bisect two runs of one job, or (`second` None) a run and a replay of it by `second_machine`.
 
-    `runs` is the folder of all runs' checkpoints where there is a service, for a job that starts from one of them. `progress` is
+    `runs` is the folder of all runs' checkpoints where there is a service, for a job that starts from one of them; `sources`
+    reads remote data. `progress` is
     called before each step, with what is done, the step and the last; an exception from it ends the bisect, and nothing is left
     behind. Raises InvalidSpec for runs of different jobs (naming the first field) or data that aren't there, Tampered for a
     chain that contradicts itself, KernelError.
@@ -92,7 +95,7 @@ def bisect_records(
                 sides.append(Side(name, machine.executor(job)))
             else:
                 sides.append(side_of(name, one.record, machine.executor(job), _loader(one.read, Path(folder) / str(len(sides)))))
-        corpus = open_corpus(training.data, data_roots, training.model.vocabulary_size)
+        corpus = open_corpus(training.data, data_roots, training.model.vocabulary_size, sources=sources)
         try:
             weights = initial_weights(jobs[0], data_roots, runs)
         except InvalidSpec as missing:

@@ -54,6 +54,7 @@ from mok_service.provenance.digest import (
     state_document,
     tensor_fault,
 )
+from mok_service.provenance.safetensors import check_file
 
 MANIFEST = "checkpoint.json"
 _TYPE = "mok.checkpoint/v1"
@@ -139,7 +140,10 @@ class CheckpointStore:
         """Read and check a checkpoint. Raises Tampered naming the file, and the tensor, whose bytes aren't the recorded ones."""
         folder = self.root / info.folder
         check_files(folder, info)
-        state = State(load_tensors(folder / WEIGHTS), load_tensors(folder / OPTIMIZER))
+        try:
+            state = State(load_tensors(folder / WEIGHTS), load_tensors(folder / OPTIMIZER))
+        except ValueError as error:
+            raise Tampered(f"{info.folder}: {error}", step=info.step) from None
         for part, file, tensors, expected in (
             ("weights", WEIGHTS, state.weights, info.state.weights),
             ("optimizer", OPTIMIZER, state.optimizer, info.state.optimizer),
@@ -167,7 +171,7 @@ def check_files(folder: Path, info: CheckpointInfo) -> None:
         if got != file.sha256:
             try:
                 rows = tensor_rows(load_tensors(path)) if file.name in DOCUMENTS else None
-            except (OSError, SafetensorError):
+            except (OSError, ValueError, SafetensorError):
                 rows = None
             raise _tampered(
                 info, file.name, f" has sha256:{got}, recorded is sha256:{file.sha256}",
@@ -201,7 +205,8 @@ def _document(name: str, step: int, tensors: Mapping[str, Tensor], digest: Diges
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Every tensor of a safetensors file, by name."""
+    """Every tensor of a safetensors file, by name. Raises ValueError when its header isn't exactly that of its bytes."""
+    check_file(path)
     with safe_open(path, framework="pt") as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from mok_service.errors import InvalidSpec
@@ -15,6 +16,7 @@ from mok_service.spec import JobSpec, ModelSpec
 from mok_service.training.checkpoint import folder_name, load_tensors
 from mok_service.training.data import contained
 
+PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 _MIXTRAL = ((".block_sparse_moe.", ".mlp."), (".w1.", ".gate_proj."), (".w3.", ".up_proj."), (".w2.", ".down_proj."))
 
 
@@ -62,29 +64,52 @@ def config_of(model: ModelSpec, length: int) -> dict[str, Any]:
     return config
 
 
-def read_weights(folder: Path) -> dict[str, Tensor]:
+def read_weights(folder: Path, root: Path | None = None) -> dict[str, Tensor]:
     """The weights of a checkpoint folder (ours, Qwen3-MoE, OLMoE or Mixtral), float32, by our names.
 
-    Reads model.safetensors, or every shard of model.safetensors.index.json. Raises InvalidSpec when there is neither.
+    Reads model.safetensors, or every shard of model.safetensors.index.json; links must lead to files below `root` (None: the
+    folder). Pickles (.bin, .pt) are never read. Raises InvalidSpec for a folder without safetensors, and for a file whose header
+    isn't exactly that of its bytes.
     """
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        if any(Path(name).name != name for name in names):
-            raise InvalidSpec(f"{index.name}: a shard lies outside the folder")
-        shards = [folder / name for name in names]
-    else:
-        shards = [folder / "model.safetensors"]
-    missing = [path.name for path in shards if not path.is_file()]
-    if missing:
-        raise InvalidSpec(
-            f"init_from.source: {folder.name!r} has no {missing[0]}",
-            errors=[{"field": "init_from.source", "value": folder.name, "problem": f"has no {missing[0]}"}],
-        )
     tensors: dict[str, Tensor] = {}
-    for path in shards:
-        tensors |= load_tensors(path)
+    for name in _shards(folder, root or folder):
+        path = folder / name
+        if not path.is_file():
+            pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLES)
+            why = f": {pickles[0]} is a pickle, which could run code and is never read; save the model as safetensors"
+            raise _unusable(folder, f"has no {name}" + (why if pickles else ""))
+        try:
+            found = load_tensors(contained(path, root or folder, folder.name, "init_from.source"))
+        except (ValueError, SafetensorError) as error:
+            raise _unusable(folder, f"has a {name} that is no usable safetensors file: {error}") from None
+        twice = sorted(found.keys() & tensors.keys())
+        if twice:
+            raise _unusable(folder, f"has the tensor {twice[0]!r} in two files")
+        tensors |= found
     return by_our_names(tensors)
+
+
+def _shards(folder: Path, root: Path) -> list[str]:
+    """The names of the weights' files."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return ["model.safetensors"]
+    try:
+        document = json.loads(contained(index, root, folder.name, "init_from.source").read_bytes())
+        names = sorted(set(document["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise _unusable(folder, f"has a {index.name} without a usable weight_map") from None
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise _unusable(folder, f"has a {index.name} that names {name!r:.80}, which is no safetensors file of the folder")
+    return names
+
+
+def _unusable(folder: Path, problem: str) -> InvalidSpec:
+    return InvalidSpec(
+        f"init_from.source: {folder.name!r} {problem}",
+        errors=[{"field": "init_from.source", "value": folder.name, "problem": problem}],
+    )
 
 
 def initial_weights(job: JobSpec, roots: Sequence[Path], runs: Path | None) -> dict[str, Tensor] | None:
@@ -100,7 +125,7 @@ def initial_weights(job: JobSpec, roots: Sequence[Path], runs: Path | None) -> d
         return read_weights(runs / run / folder_name(int(step)))
     for root in roots:
         if not at and (root / source).is_dir():
-            return read_weights(contained(root / source, root.resolve(), source))
+            return read_weights(contained(root / source, root, source, "training.init_from.source"), root)
     problem = "a run's checkpoint is known to a service only" if at else "no such folder below the data roots"
     raise InvalidSpec(
         f"training.init_from.source = {source!r}: {problem}",

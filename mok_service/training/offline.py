@@ -30,7 +30,9 @@ from mok_service.training.audit import replay
 from mok_service.training.checkpoint import CheckpointStore
 from mok_service.training.data import open_corpus
 from mok_service.training.hugging_face import initial_weights
+from mok_service.training.sources import Sources
 
+Data = tuple[Sequence[Path], Sources | None]  # the data roots, and what reads remote files
 Told = Callable[[StepRecord, int, int], None]  # a record that was computed again, steps done, steps in all
 
 
@@ -55,6 +57,7 @@ def verify_folder(
     seed: int | None = None,
     execution: Mapping[str, Any] | None = None,
     data_roots: Sequence[Path] = (),
+    sources: Sources | None = None,
     told: Told = lambda record, done, of: None,
 ) -> Outcome:
     """Check an exported run, then compute drawn segments of it (audit) or all of it (rerun) again, here.
@@ -81,7 +84,7 @@ def verify_folder(
     plan = _plan(record, chain, level, draw_seed() if seed is None else seed, segments)
     drift = code_drift({"code": record["code"]}, environment())
     job = _usable(override_execution(_job(record), execution or {}), "device" in (execution or {}))
-    finding = _replayed(folder, record, chain, plan, job, data_roots, drift, told)
+    finding = _replayed(folder, record, chain, plan, job, (data_roots, sources), drift, told)
     good = finding is None
     if finding is None:
         finding = audited(plan, drift) if level == "audit" else _end_of_rerun(record, chain, drift)
@@ -115,13 +118,13 @@ def _usable(job: JobSpec, wanted: bool) -> JobSpec:
 
 
 def _replayed(
-    folder: Path, record: Mapping[str, Any], chain: Sequence[StepRecord], plan: Plan, job: JobSpec, data_roots: Sequence[Path],
+    folder: Path, record: Mapping[str, Any], chain: Sequence[StepRecord], plan: Plan, job: JobSpec, data: Data,
     drift: Sequence[str], told: Told,
 ) -> Finding | None:
     """The first difference; None if there is none."""
     last = chain[-1].step
     try:
-        for got in _records(folder, record, plan, job, data_roots):                         # 2
+        for got in _records(folder, record, plan, job, data):                               # 2
             last = got.step
             finding = compare_step(chain[got.step], got, drift)                             # 3
             if finding is not None:
@@ -140,10 +143,11 @@ def _replayed(
 
 
 def _records(
-    folder: Path, record: Mapping[str, Any], plan: Plan, job: JobSpec, data_roots: Sequence[Path]
+    folder: Path, record: Mapping[str, Any], plan: Plan, job: JobSpec, data: Data
 ) -> Iterator[StepRecord]:
     manifest = DataManifest.from_document(record["data"]["manifest"])
-    corpus = open_corpus(job.training.data, data_roots, job.training.model.vocabulary_size, manifest)
+    data_roots, sources = data
+    corpus = open_corpus(job.training.data, data_roots, job.training.model.vocabulary_size, manifest, sources)
     backend = load_backend(job.execution.device, threads=job.execution.threads, own_stream=True)
     stored = {c["step"]: CheckpointInfo.from_dict(c) for c in record["checkpoints"] if not c["deleted_at"]}
     store = CheckpointStore(folder / CHECKPOINTS)

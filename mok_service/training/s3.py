@@ -15,11 +15,19 @@ from urllib.parse import unquote
 
 from mok_service.errors import SourceUnavailable, Unrunnable
 from mok_service.net import Network, Refused, Resolve, choose, resolve_name
+from mok_service.settings import Settings
+from mok_service.urls import scheme_of
 
 VARIABLES: Final = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_DEFAULT_REGION")
 BLOCK_BYTES: Final = 8 << 20
+CAUSE_LENGTH_MAX: Final = 300
 REGION: Final = "us-east-1"
 TIMEOUTS: Final = {"connect_timeout": 10, "read_timeout": 30}  # seconds
+
+
+def allowed_variables(settings: Settings) -> frozenset[str]:
+    """The variables that workers need; none unless data may come from S3."""
+    return frozenset(VARIABLES) if any(scheme_of(prefix) == "s3" for prefix in settings.data_urls) else frozenset()
 
 
 def s3_pieces(
@@ -47,7 +55,7 @@ def pieces(filesystem: Any, url: str) -> Generator[bytes, None, None]:
         refused = _refused(error)
         if refused is not None:
             raise refused from None
-        raise SourceUnavailable(f"{url}: {type(error).__name__}: {error}", url=url) from None
+        raise SourceUnavailable(f"{url}: {type(error).__name__}: {str(error)[:CAUSE_LENGTH_MAX]}", url=url) from None
 
 
 def _refused(error: BaseException | None) -> Refused | None:

@@ -267,10 +267,3 @@ class Cache:
 
     def _path(self, sha256: str) -> Path:
         return self._folder / "sha256" / sha256
-
-
-def allowed_variables(settings: Settings) -> frozenset[str]:
-    """The variables with credentials that workers need; none unless data may come from S3."""
-    from mok_service.training.s3 import VARIABLES
-
-    return frozenset(VARIABLES) if any(scheme_of(prefix) == "s3" for prefix in settings.data_urls) else frozenset()

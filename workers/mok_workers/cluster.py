@@ -104,11 +104,14 @@ class RayCluster:
     def __init__(
         self, folder: Path, opens: Open, *, logs: Path | None = None, records_max: int = RECORDS_A_REPLY_MAX,
         seconds_max: float = 1.0, address: str | None = None, token: Path | None = None,
+        variables: frozenset[str] = frozenset(),
     ) -> None:
         """`folder`: where Ray may keep its files, if the path is short enough; its logs end up in `logs`.
 
         An attempt answers when it has something to tell, at the latest after `seconds_max`, with at most `records_max` records.
+        Workers see `variables` besides the allow-list.
         """
+        self._variables = variables
         self._folder, self._opens, self._logs, self._limits = folder, opens, logs, (records_max, seconds_max)
         self._address, self._token = address, token
 
@@ -119,7 +122,7 @@ class RayCluster:
         temp = temp_folder(self._folder)
         # What the process itself needs to talk to its Ray stays; all else comes back after Ray's processes have started.
         own = {**RAY_VARIABLES, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        with only_allowed_environment():
+        with only_allowed_environment(self._variables):
             os.environ.update(own)
             import ray
 
@@ -301,10 +304,10 @@ def put_away(wanted: Path, logs: Path | None) -> None:
 
 
 @contextmanager
-def only_allowed_environment() -> Iterator[None]:
-    """While it lasts, this process, and what it starts, has only the variables of the allow-list."""
+def only_allowed_environment(also: frozenset[str] = frozenset()) -> Iterator[None]:
+    """While it lasts, this process, and what it starts, has only the variables of the allow-list, and `also`."""
     saved = dict(os.environ)
-    for name in saved.keys() - ALLOWED_VARIABLES:
+    for name in saved.keys() - ALLOWED_VARIABLES - also:
         del os.environ[name]
     try:
         yield

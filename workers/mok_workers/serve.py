@@ -32,6 +32,7 @@ from mok_service.errors import Conflict, MokError
 from mok_service.provenance.keys import SigningKey, signing_key
 from mok_service.retention import Retention
 from mok_service.settings import Settings
+from mok_service.training.s3 import allowed_variables
 from mok_service.webhooks import Outbox
 from mok_workers.cluster import ALLOWED_VARIABLES, RayCluster, put_away
 from mok_workers.scheduler import Scheduler
@@ -175,7 +176,7 @@ class Service:
         log_to(settings.data_dir / LOG_FILE, settings.log_format)
         signal.signal(signal.SIGTERM, lambda *_: self.stop())
         tracing.start("mok-service")  # reads variables that nobody else shall have
-        clean_environment()
+        clean_environment(allowed_variables(settings))
         os.chdir(settings.data_dir)  # Ray puts the working folder on its workers' path: here is no module
         try:
             self._key = signing_key(settings.key_file())
@@ -203,7 +204,7 @@ class Service:
             settings = self._settings
             cluster = RayCluster(
                 settings.data_dir / RAY_FOLDER, open_training, logs=settings.data_dir / RAY_LOGS,
-                address=settings.ray_address, token=settings.ray_token,
+                address=settings.ray_address, token=settings.ray_token, variables=allowed_variables(settings),
             )
             alone = db.dialect == "sqlite"
             scheduler = Scheduler(db, cluster, settings, worker=self._worker, boot_id=self._boot, alone=alone)
@@ -268,9 +269,9 @@ def answers(url: str) -> bool:
         connection.close()
 
 
-def clean_environment() -> None:
-    """From here on, this process and all that it starts see nothing but the allow-list; the settings were read before."""
-    for name in os.environ.keys() - ALLOWED_VARIABLES:
+def clean_environment(also: frozenset[str] = frozenset()) -> None:
+    """From here on, this process and all that it starts see only the allow-list and `also`; the settings were read before."""
+    for name in os.environ.keys() - ALLOWED_VARIABLES - also:
         del os.environ[name]
     if "PYTHONPATH" in os.environ:
         entries = os.environ["PYTHONPATH"].split(os.pathsep)

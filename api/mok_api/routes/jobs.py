@@ -9,11 +9,13 @@ from mok_api.access import Tenant
 from mok_api.answer import Json
 from mok_api.body import IdempotencyKey, JsonText, idempotency, parse
 from mok_api.docs import created, json_body, refusals
-from mok_api.parameters import Cursor, Db, JobId, Name, OfDigest, PageLimit
+from mok_api.parameters import Configured, Cursor, Db, JobId, Name, OfDigest, PageLimit
 from mok_service import jobs, runs
 from mok_service.db.session import Database
 from mok_service.preview import largest_machine, preview
+from mok_service.settings import Settings
 from mok_service.spec import ExecutionSpec, JobSpec, Machine, check_runnable, load_job, override_execution
+from mok_service.urls import refuse_unless_allowed
 
 router = APIRouter(tags=["jobs"])
 
@@ -21,9 +23,10 @@ router = APIRouter(tags=["jobs"])
 @router.post("/v1/jobs", status_code=201, response_model=schemas.Submitted,
              openapi_extra=json_body("JobSpec", schemas.JOB_EXAMPLE),
              responses=created("Location names the job.") | refusals(409, 413, 415))
-def submit_job(request: Request, db: Db, tenant: Tenant, body: JsonText, idempotency_key: IdempotencyKey = None) -> Json:
+def submit_job(request: Request, db: Db, settings: Configured, tenant: Tenant, body: JsonText,
+               idempotency_key: IdempotencyKey = None) -> Json:
     """Submit a training job. Its first run is queued; the answer has the resolved spec with every default and the seed."""
-    spec = load_job(body, "json")
+    spec = _allowed(load_job(body, "json"), settings)
     key = idempotency(request, idempotency_key, body)
     done = jobs.submit(db, spec, tenant=tenant, idempotency=key, machine=_machine(db, spec))
     answer = {"job": done.job.as_dict(), "run": done.run.as_dict(), "created": done.created}
@@ -32,14 +35,20 @@ def submit_job(request: Request, db: Db, tenant: Tenant, body: JsonText, idempot
 
 @router.post("/v1/jobs/validate", response_model=schemas.Validated, openapi_extra=json_body("JobSpec", schemas.JOB_EXAMPLE),
              responses=refusals(413, 415))
-def validate_job(db: Db, body: JsonText) -> Json:
+def validate_job(db: Db, settings: Configured, body: JsonText) -> Json:
     """What submitting this spec would do: the resolved spec, its digest if it has a seed, and what it costs. Refuses what
     couldn't run here, with the reason."""
-    spec = load_job(body, "json")
+    spec = _allowed(load_job(body, "json"), settings)
     machine = _machine(db, spec)
     if machine is not None:
         check_runnable(spec, machine)
     return Json(preview(spec))
+
+
+def _allowed(spec: JobSpec, settings: Settings) -> JobSpec:
+    """The spec itself; raises Unrunnable for data at a URL that the service doesn't allow."""
+    refuse_unless_allowed((file.url for file in spec.training.data.urls), settings.data_urls)
+    return spec
 
 
 @router.get("/v1/jobs", response_model=schemas.JobPage)

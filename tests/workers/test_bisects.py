@@ -117,7 +117,7 @@ def test_what_is_refused(world: World, ids: tuple[str, ...]) -> None:
     with pytest.raises(Conflict, match="once it has ended"):
         jobs.bisect(world.db, ids[0], other)
     world.ended(other)
-    with pytest.raises(InvalidSpec, match="training.seed is 7 in the first run and 8 in the second"):
+    with pytest.raises(InvalidSpec, match=r"training.seed is 7 in the first run and 8 in the second"):
         jobs.bisect(world.db, ids[0], other)
 
 
@@ -205,24 +205,23 @@ def is_described(answer: httpx.Response) -> None:
 
 
 def test_by_rest_and_by_the_command(mok: Mok, world: World, ids: tuple[str, ...]) -> None:  # noqa: F811
-    with serving(world) as service:
-        with httpx.Client(base_url=service.url, event_hooks={"response": [is_described]}) as api:
-            body = {"run": ids[0], "level": "bisect", "against": ids[1]}
-            answers = [api.post("/v1/verifications", json=body, headers={"Idempotency-Key": "k"}) for _ in range(2)]
-            assert [answer.status_code for answer in answers] == [202, 202] and answers[0].json()["id"] == answers[1].json()["id"]
-            for wrong in ({"segments": 2}, {"level": "audit"}, {"against": ids[0]}, {"against_execution": {"threads": -1}}):
-                assert api.post("/v1/verifications", json=body | wrong).status_code == 422, wrong
-            result = mok("verify", ids[0], "--level", "bisect", "--against", ids[1], "--url", service.url)
-            assert result.status == 3 and "DIVERGED step 3, operation " in result.out, result
-            for words in ("mok_cross_entropy", "head and loss", "equal, so it is this operation itself", "operation digests"):
-                assert words in result.out, result.out
-            told = mok("verify", ids[0], "--level", "bisect", "--against-threads", "1", "--url", service.url, "--json")
-            assert (told.status, told.json["verdict"], told.json["report"]["type"]) == (0, "REPRODUCED", "mok.bisect/v1")
-            assert mok("verify", ids[0], "--against", ids[1], "--url", service.url).status == 2
-            found = api.get(f"/v1/verifications/{answers[0].json()['id']}").json()
-            assert found["verdict"] == "DIVERGED" and found["report"]["operation"]["inputs_equal"]
-            assert api.get(f"/v1/runs/{found['executed_by']}/lineage").status_code == 200
-            assert "bisect" in mok("show", ids[1], "--url", service.url).out
+    with serving(world) as service, httpx.Client(base_url=service.url, event_hooks={"response": [is_described]}) as api:
+        body = {"run": ids[0], "level": "bisect", "against": ids[1]}
+        answers = [api.post("/v1/verifications", json=body, headers={"Idempotency-Key": "k"}) for _ in range(2)]
+        assert [answer.status_code for answer in answers] == [202, 202] and answers[0].json()["id"] == answers[1].json()["id"]
+        for wrong in ({"segments": 2}, {"level": "audit"}, {"against": ids[0]}, {"against_execution": {"threads": -1}}):
+            assert api.post("/v1/verifications", json=body | wrong).status_code == 422, wrong
+        result = mok("verify", ids[0], "--level", "bisect", "--against", ids[1], "--url", service.url)
+        assert result.status == 3 and "DIVERGED step 3, operation " in result.out, result
+        for words in ("mok_cross_entropy", "head and loss", "equal, so it is this operation itself", "operation digests"):
+            assert words in result.out, result.out
+        told = mok("verify", ids[0], "--level", "bisect", "--against-threads", "1", "--url", service.url, "--json")
+        assert (told.status, told.json["verdict"], told.json["report"]["type"]) == (0, "REPRODUCED", "mok.bisect/v1")
+        assert mok("verify", ids[0], "--against", ids[1], "--url", service.url).status == 2
+        found = api.get(f"/v1/verifications/{answers[0].json()['id']}").json()
+        assert found["verdict"] == "DIVERGED" and found["report"]["operation"]["inputs_equal"]
+        assert api.get(f"/v1/runs/{found['executed_by']}/lineage").status_code == 200
+        assert "bisect" in mok("show", ids[1], "--url", service.url).out
 
 
 def test_its_verdict_is_signed_exported_and_checked_offline(world: World, ids: tuple[str, ...], tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """What is signed about the verdict of an audit, rerun or bisect: an in-toto Statement with the predicate "test result". No I/O.
 
 Of in-toto's predicates, SVR lists what was verified to be true, and so can't say that a run diverged; a test result has PASSED,
-WARNED and FAILED. Its own field `verification`, which other readers ignore, holds plan, verdict and report as REST shows them, but
-for floats: canonical JSON can't hold them, so they are the 16 hex digits of their binary64 bits.
+WARNED and FAILED. Its own field `verification`, which other readers ignore, holds plan, verdict and report as REST shows them;
+only floats, which canonical JSON can't hold, are the 16 hex digits of their binary64 bits.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,12 +13,17 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from mok_service.errors import MokError, SourceDrift, SourceUnavailable, Unrunnable
+from mok_service.errors import InvalidSpec, MokError, SourceDrift, SourceUnavailable, Unrunnable
+from mok_service.settings import load_settings
 from mok_service.spec import DataSpec, RemoteFile
 from mok_service.training import s3, sources
 from mok_service.training.data import open_corpus
 from mok_service.training.sources import Remote, Sources
 from mok_service.urls import matches, normal_url
+from mok_workers.attempt import Attempt
+from mok_workers.messages import Devices, Payload, Seen
+from mok_workers.opening import open_training
+from tests.training.jobs import job
 
 TEXT = b"All files are made of bytes.\n" * 40
 
@@ -304,3 +310,42 @@ def test_a_store_that_speaks_s3(web: Web, remote: Remote, monkeypatch: pytest.Mo
     assert Sources(own).read(RemoteFile(url="s3://bucket/d/a.txt")) == TEXT
     with pytest.raises(Unrunnable, match=r"amazonaws\.com has the address 169\.254\.169\.254"):
         Sources(replace(own, s3_endpoint=None), resolve=lambda *_: ["169.254.169.254"]).read(RemoteFile(url="s3://bucket/d/b"))
+
+
+def test_credentials_reach_workers_only_where_data_come_from_s3() -> None:
+    assert s3.allowed_variables(load_settings(data_urls=("https://data.example/",))) == frozenset()
+    assert s3.allowed_variables(load_settings(data_urls=("s3://bucket",))) == frozenset(s3.VARIABLES)
+
+
+# ---- Settings and workers ----------------------------------------------------------------------------------------------
+
+def test_prefixes_are_read_in_normal_form_and_never_shown() -> None:
+    settings = load_settings(data_urls="https://Data.example:443, s3://bucket/d/,", data_s3_endpoint="http://minio.internal:9000/")
+    assert settings.data_urls == ("https://data.example/", "s3://bucket/d/")
+    made = Remote.of(settings)
+    assert (made.s3_endpoint, made.cache) == ("http://minio.internal:9000", str(settings.data_dir / "cache"))
+    assert pickle.loads(pickle.dumps(made)) == made
+    for wrong in ("https://u:hunter2@data.example/", "https://data.example/?s=hunter2", "gs://bucket"):
+        with pytest.raises(InvalidSpec, match=r"MOK_DATA_URLS = \(not shown\) is refused") as caught:
+            load_settings(data_urls=wrong)
+        assert "hunter2" not in caught.value.message
+
+
+def test_a_worker_fetches_what_its_scheduler_allows(web: Web, remote: Remote, tmp_path: Path) -> None:
+    url = f"{web.url}/d/a.txt"
+    spec = job(data={"source": "files", "urls": [url]}, steps=2, execution={"threads": 1})
+    document = {"training": spec.training.model_dump(mode="json"), "execution": spec.execution.model_dump(mode="json")}
+    payload = Payload("run-1", document, (), str(tmp_path / "run"), None, None, (), 60.0, Devices("cpu", 1, 0), remote=remote)
+    attempt = Attempt(payload, open_training)
+    attempt.start()
+    assert attempt.join(60.0)
+    reply = attempt.advance(Seen(), max_records=9)
+    assert reply.status == "done" and reply.started is not None
+    assert [file.name for file in reply.started.manifest.files] == [url]
+    assert any(f"fetched {url}: 1,160 bytes" in line.message for line in reply.lines)
+    inside = replace(remote, networks=(), cache=str(tmp_path / "empty"))
+    refused = Attempt(replace(payload, remote=inside, checkpoints=str(tmp_path / "other")), open_training)
+    refused.start()
+    assert refused.join(60.0)
+    failure = refused.advance(Seen()).failure
+    assert failure is not None and failure.reason == "bad_data" and "127.0.0.1, which isn't public" in failure.message

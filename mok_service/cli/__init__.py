@@ -15,8 +15,8 @@ import typer
 from mok_service.cli import apikeys, auditlog, bisect, db, demo, find, jobs, lineage, proof, quota, runs, services, train, verify
 from mok_service.errors import MokError
 
-EPILOG = ("Exit status: 0 what was asked is true (INTACT, AUDITED, REPRODUCED, equal, succeeded); 1 failed; 2 usage; 3 DIVERGED or "
-          "different; 4 TAMPERED; 5 INCONCLUSIVE; 6 not found; 7 service unreachable or stream lost; 130 interrupted.")
+EPILOG = ("Exit status: 0 what was asked is true (INTACT, AUDITED, REPRODUCED, equal, succeeded); 1 failed; 2 usage; 3 DIVERGED "
+          "or different; 4 TAMPERED; 5 INCONCLUSIVE; 6 not found; 7 service unreachable or stream lost; 130 interrupted.")
 
 app = typer.Typer(
     name="mok", help="Train Mixture-of-Experts models so that the same job gives the same bits, and prove it.", epilog=EPILOG,

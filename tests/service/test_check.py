@@ -145,7 +145,8 @@ def test_wrong_bytes_are_tampering(record: dict[str, Any]) -> None:
         ({**right[4].files, "weights.safetensors": FoundFile(8999, weights.sha256)}, f"8999 bytes, sha256 {weights.sha256}"),
         ({"state.json": right[4].files["state.json"]}, "no such file"),
     ):
-        finding = check(record, {**right, 4: FoundCheckpoint(files, None, {"weights.safetensors": "tensor 'norm.weight': blake3"})})
+        faults = {"weights.safetensors": "tensor 'norm.weight': blake3"}
+        finding = check(record, {**right, 4: FoundCheckpoint(files, None, faults)})
         assert (finding.verdict, finding.field, finding.step, finding.got) == ("TAMPERED", "weights.safetensors", 4, got)
         assert "tensor 'norm.weight'" in finding.message
     for part in ("weights", "optimizer", "cursor"):

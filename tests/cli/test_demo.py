@@ -115,7 +115,7 @@ def test_an_api_process_serves_and_stops_with_a_stream_open(start: Callable[...,
         told += line
     url = found[0]
     assert httpx.get(f"{url}/healthz").status_code == 200
-        assert httpx.get(f"{url}/readyz").json()["error"]["detail"] == {"scheduler": "never"}  # an API alone runs nothing
+    assert httpx.get(f"{url}/readyz").json()["error"]["detail"] == {"scheduler": "never"}  # an API alone runs nothing
     run = httpx.post(f"{url}/v1/jobs", json=SPEC).json()["run"]["id"]
     with httpx.stream("GET", f"{url}/v1/runs/{run}/events", headers={"Accept": "text/event-stream"}, timeout=60) as stream:
         lines = stream.iter_lines()

@@ -10,12 +10,19 @@ import threading
 import time
 from typing import Final
 
-from mok_workers.attempt import Attempt, Open
+from mok_workers.attempt import Attempt, Control, Open, Training
 from mok_workers.messages import Payload, Reply, Seen
 
 EXIT_LEASE_EXPIRED: Final = 75
 WATCH_SECONDS: Final = 0.25
 CALLS_AT_ONCE_MAX: Final = 4  # a waiting `advance` must not keep `stop` out
+
+
+def open_here(payload: Payload, control: Control) -> Training:
+    """`opening.open_training`, imported where it trains: torch takes 200 MB, and the scheduler's process has no use for it."""
+    from mok_workers.opening import open_training
+
+    return open_training(payload, control)
 
 
 class TrainActor:

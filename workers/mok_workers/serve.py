@@ -34,6 +34,7 @@ from mok_service.retention import Retention
 from mok_service.settings import Settings
 from mok_service.training.s3 import allowed_variables
 from mok_service.webhooks import Outbox
+from mok_workers.actor import open_here
 from mok_workers.cluster import ALLOWED_VARIABLES, RayCluster, put_away
 from mok_workers.scheduler import Scheduler
 from mok_workers.signing import Signer
@@ -198,12 +199,10 @@ class Service:
             raise
 
     def _schedule(self, db: Database, ready: Callable[[], None] = lambda: None) -> None:
-        from mok_workers.opening import open_training
-
         try:
             settings = self._settings
             cluster = RayCluster(
-                settings.data_dir / RAY_FOLDER, open_training, logs=settings.data_dir / RAY_LOGS,
+                settings.data_dir / RAY_FOLDER, open_here, logs=settings.data_dir / RAY_LOGS,
                 address=settings.ray_address, token=settings.ray_token, variables=allowed_variables(settings),
             )
             alone = db.dialect == "sqlite"

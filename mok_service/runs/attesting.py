@@ -79,12 +79,12 @@ def attest(db: Database, key: SigningKey, ended: str, tenant: str = "local", now
         return _attest_verdict(db, key, ended, tenant, now if now is not None else db.now())
     assert get_run(db, ended, tenant).ended, f"{ended} hasn't ended"
     envelope = sign(statement(provenance(db, ended, tenant)), key)
-    at = now if now is not None else db.now()
+    digest, at = envelope_digest(envelope), now if now is not None else db.now()
     with db.write() as tx:
         last = queries.lock_log(tx)
         if queries.attestation_of(tx, ended) is None:  # nobody was faster
-            index = _append(tx, last, envelope, key, at)
-            queries.add(tx, tables.attestations, [{"run_id": ended, **_row(tenant, envelope, key, index, at)}])
+            index = _append(tx, last, digest, key, at)
+            queries.add(tx, tables.attestations, [{"run_id": ended, **_row(tenant, envelope, digest, key, index, at)}])
             queries.update_run(tx, ended, {"log_index": index})
     return get_attestation(db, ended, tenant)
 
@@ -92,19 +92,19 @@ def attest(db: Database, key: SigningKey, ended: str, tenant: str = "local", now
 def _attest_verdict(db: Database, key: SigningKey, verification_id: str, tenant: str, at: datetime) -> Attestation:
     verification = get_verification(db, verification_id, tenant)
     envelope = sign(verdict_statement(provenance(db, verification.run_id, tenant), verification.as_dict()), key)
+    digest = envelope_digest(envelope)
     with db.write() as tx:
         last = queries.lock_log(tx)
         if queries.attestation_of_verification(tx, verification_id) is None:
-            index = _append(tx, last, envelope, key, at)
-            row = {"verification_id": verification_id, **_row(tenant, envelope, key, index, at)}
+            index = _append(tx, last, digest, key, at)
+            row = {"verification_id": verification_id, **_row(tenant, envelope, digest, key, index, at)}
             queries.add(tx, tables.verification_attestations, [row])
             queries.update_verification(tx, verification_id, {"log_index": index})
     return get_verdict_attestation(db, verification_id, tenant)
 
 
-def _append(tx: Connection, last: Mapping[str, Any] | None, envelope: Mapping[str, Any], key: SigningKey, at: datetime) -> int:
+def _append(tx: Connection, last: Mapping[str, Any] | None, digest: Digest, key: SigningKey, at: datetime) -> int:
     """Appends an entry to the log, with the head that it makes; its index."""
-    digest = envelope_digest(envelope)
     index, frontier = (0, []) if last is None else (last["log_index"] + 1, last["frontier"])
     roots = merkle.grown([bytes.fromhex(h) for h in frontier], index, tree.leaf(digest))
     head = tree.sign_head(index + 1, merkle.frontier_root(roots), str(time_text(at)), key)
@@ -115,9 +115,9 @@ def _append(tx: Connection, last: Mapping[str, Any] | None, envelope: Mapping[st
     return index
 
 
-def _row(tenant: str, envelope: Mapping[str, Any], key: SigningKey, index: int, at: datetime) -> dict[str, Any]:
-    return {"tenant": tenant, "envelope": envelope, "key_id": key.public.id, "digest": envelope_digest(envelope),
-            "log_index": index, "created_at": at}
+def _row(tenant: str, envelope: Mapping[str, Any], digest: Digest, key: SigningKey, index: int, at: datetime) -> dict[str, Any]:
+    return {"tenant": tenant, "envelope": envelope, "key_id": key.public.id, "digest": digest, "log_index": index,
+            "created_at": at}
 
 
 def get_attestation(db: Database, run_id: str, tenant: str = "local") -> Attestation:

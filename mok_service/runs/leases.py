@@ -17,7 +17,7 @@ from mok_service.provenance.digest import Digest
 from mok_service.provenance.manifest import DataManifest
 from mok_service.runs.comparing import conclude, conclude_bisect, is_compared, source_drift
 from mok_service.runs.locked import LockedRun, final_status, lease_lost, leased
-from mok_service.runs.queue import Fits, choose, order
+from mok_service.runs.queue import Fits, choose, order, remembered
 from mok_service.runs.rows import Row, run_of
 from mok_service.runs.standing import read_queue
 from mok_service.runs.types import AppendResult, Capacity, Lease, Outcome, Run
@@ -75,19 +75,6 @@ def room_of(capacity: Capacity) -> Fits:
         return used + candidate.count <= capacity.get(candidate.device, 0)
 
     return fits
-
-
-def remembered(fits: Fits) -> Fits:
-    """The same judge, asked once for all runs that want the same devices beside the same others."""
-    known: dict[tuple[tuple[str, int, int], ...], bool] = {}
-
-    def asked_once(candidate: ExecutionSpec, active: Sequence[ExecutionSpec]) -> bool:
-        key = tuple((execution.device, execution.count, execution.threads) for execution in (candidate, *active))
-        if key not in known:
-            known[key] = fits(candidate, active)
-        return known[key]
-
-    return asked_once
 
 
 def renew(db: Database, lease: Lease, now: datetime) -> DesiredState:

@@ -23,6 +23,19 @@ _USE_SECONDS: Final = HALF_LIFE_SECONDS / math.log(2)  # steady use of one devic
 Fits = Callable[[ExecutionSpec, Sequence[ExecutionSpec]], bool]  # does it have room beside the active ones?
 
 
+def remembered(fits: Fits) -> Fits:
+    """The same judge, asked once for all runs that want the same devices beside the same others."""
+    known: dict[tuple[tuple[str, int, int], ...], bool] = {}
+
+    def asked_once(candidate: ExecutionSpec, active: Sequence[ExecutionSpec]) -> bool:
+        key = tuple((execution.device, execution.count, execution.threads) for execution in (candidate, *active))
+        if key not in known:
+            known[key] = fits(candidate, active)
+        return known[key]
+
+    return asked_once
+
+
 @dataclass(frozen=True, slots=True)
 class Waiting:
     """A queued run."""

@@ -16,7 +16,6 @@ from mok_service.placement import NodeSize, fits
 from mok_service.runs.clusters import NODE_SECONDS_MAX
 from mok_service.runs.queue import (
     Busy,
-    Fits,
     Limits,
     Shares,
     Use,
@@ -25,6 +24,7 @@ from mok_service.runs.queue import (
     has_room,
     order,
     over_quota,
+    remembered,
     reserve,
 )
 from mok_service.runs.rows import Row
@@ -178,7 +178,7 @@ class _View:
 
     def __init__(self, queue: Queue, ordered: Sequence[Waiting], nodes: Sequence[NodeSize], now: datetime) -> None:
         self._queue, self._ordered, self._nodes, self._now = queue, ordered, nodes, now
-        self._fits: Fits = lambda execution, active: fits(execution, active, nodes)
+        self._fits = remembered(lambda execution, active: fits(execution, active, nodes))
         waits = [run for run in ordered if over_quota(run, queue.active, queue.shares) is None and not self._later(run)]
         first = next((run for run in waits if not has_room(run, queue.active, self._fits)
                       and has_room(run, (), self._fits)), None)

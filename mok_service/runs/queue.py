@@ -89,11 +89,6 @@ class Limits:
     checkpoint_bytes_max: int | None = None
     jobs_a_day_max: int | None = None         # within the last 24 hours
 
-    @property
-    def any(self) -> bool:
-        return any(value is not None for value in (self.devices_max, self.runs_max, self.queued_max, self.checkpoint_bytes_max,
-                                                   self.jobs_a_day_max))
-
 
 @dataclass(frozen=True, slots=True)
 class Use:
@@ -243,7 +238,7 @@ def has_room(run: Waiting, active: Sequence[Busy], fits: Fits) -> bool:
 def over_quota(run: Waiting, active: Sequence[Busy], shares: Shares) -> str | None:
     """Which quota of its tenant keeps a run waiting, as a sentence; None if none does."""
     limits = shares.limits.get(run.tenant)
-    if limits is None or not limits.any:
+    if limits is None:
         return None
     own = [busy for busy in active if busy.tenant == run.tenant]
     devices = sum(busy.devices for busy in own)

@@ -40,14 +40,14 @@ def read(db: Database) -> Statistics:
     now = db.now()
 
     def waiting(found: tuple[int, datetime | None]) -> Waiting:
-        return Waiting(found[0], 0.0 if found[1] is None else max(0.0, (now - found[1]).total_seconds()))
+        return Waiting(found[0], _seconds(found[1], now) or 0.0)
 
     with db.read() as tx:
         counts, beat = queries.run_counts(tx), sql.last_heartbeat(tx)
         return Statistics(
             {status: counts.get(status, 0) for status in STATUSES}, sql.attempt_ends(tx), sql.steps(tx),
             len(queries.all_nodes(tx)), waiting(sql.queue(tx)), waiting(sql.outbox(tx)), waiting(sql.unsigned(tx)),
-            sql.given_up(tx), None if beat is None else max(0.0, (now - beat).total_seconds()),
+            sql.given_up(tx), _seconds(beat, now),
         )
 
 
@@ -55,4 +55,8 @@ def heartbeat_age(db: Database) -> float | None:
     """Seconds since a scheduler's last sign of life; None: never."""
     with db.read() as tx:
         beat = sql.last_heartbeat(tx)
-    return None if beat is None else max(0.0, (db.now() - beat).total_seconds())
+    return _seconds(beat, db.now())
+
+
+def _seconds(since: datetime | None, now: datetime) -> float | None:
+    return None if since is None else max(0.0, (now - since).total_seconds())

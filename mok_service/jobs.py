@@ -27,7 +27,7 @@ from mok_service.runs.clusters import refuse_what_never_fits
 from mok_service.runs.judging import judge
 from mok_service.runs.locked import LockedRun
 from mok_service.runs.quotas import refuse_over_quota
-from mok_service.runs.reading import get_verification, parse_digest, provenance
+from mok_service.runs.reading import get_verification, parse_digest, provenance, run_row
 from mok_service.runs.rows import Row, run_of
 from mok_service.runs.types import Page, Run, RunKind, Verification, time_from_text, time_text
 from mok_service.runs.wishes import cancel
@@ -374,9 +374,7 @@ def _verification_by(tx: Connection, run_id: str) -> str:
 
 
 def _run_to_look_at(tx: Connection, run_id: str, tenant: str) -> Row:
-    row = queries.run(tx, run_id, tenant) if is_id(run_id, "run") else None
-    if row is None:
-        raise NotFound(f"there is no run {run_id!r:.60}", run=run_id[:60])
+    row = run_row(tx, run_id, tenant)
     if row["kind"] in UNCHAINED:
         what = "an audit" if row["kind"] == "audit" else "a bisect"
         raise Conflict(f"run {run_id} is {what} of {row['reproduces']}: verify that one", run=run_id, verifies=row["reproduces"])

@@ -296,10 +296,6 @@ def last_log_entry(tx: Connection) -> Row | None:
     return _one(tx, select(log_entries).order_by(log_entries.c.log_index.desc()).limit(1))
 
 
-def log_entry(tx: Connection, index: int) -> Row | None:
-    return _one(tx, select(log_entries).where(log_entries.c.log_index == index))
-
-
 def log_entries_at(tx: Connection, indices: Sequence[int]) -> dict[int, Row]:
     """Entry and frontier of these indices, as far as they are there."""
     query = select(log_entries.c.log_index, log_entries.c.entry, log_entries.c.frontier)

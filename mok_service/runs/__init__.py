@@ -26,7 +26,6 @@ from mok_service.runs.quotas import Quota, get_quota, set_quota
 from mok_service.runs.reading import (
     attempts,
     checkpoints,
-    count_by_status,
     events,
     get_run,
     get_verification,
@@ -62,7 +61,7 @@ from mok_service.runs.wishes import cancel, checkpoint_deleted, pause, resume
 __all__ = [
     "AppendResult", "Attempt", "Attestation", "Capacity", "CheckpointFile", "CheckpointInfo", "Event", "Lease", "LogEntry",
     "LogLine", "Node", "Outcome", "Page", "Quota", "Run", "Standing", "StoredCheckpoint", "StoredLog", "StoredStep",
-    "Verification", "append", "attempts", "attest", "cancel", "checkpoint_deleted", "checkpoints", "claim", "count_by_status",
+    "Verification", "append", "attempts", "attest", "cancel", "checkpoint_deleted", "checkpoints", "claim",
     "end_leases_of_earlier_boots", "events", "find_digest", "finish", "get_attestation", "get_quota", "get_run",
     "get_verdict_attestation", "get_verification", "judge", "leased_attempts", "lineage_of", "list_runs", "log_entries",
     "log_head", "log_proof", "logs", "mark_running", "mark_starting", "nodes", "pause", "plan_of_audit", "plan_of_bisect",

@@ -63,7 +63,7 @@ def _store_records(run: LockedRun, records: Sequence[StepRecord], now: datetime)
         return
     steps = [record.step for record in records]
     stored = {row["step"]: row for row in queries.steps_at(run.tx, run.id, steps)}
-    theirs, plan = originals(run, steps), plan_of(run)
+    theirs, plan = originals(run, steps), plan_of(run.tx, run.id, run["kind"])
     fresh: list[dict[str, Any]] = []
     for record in records:
         known = stored.get(record.step)

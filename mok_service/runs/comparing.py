@@ -7,6 +7,8 @@ from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
+from sqlalchemy import Connection
+
 from mok_service.db import queries
 from mok_service.lifecycle import FINAL, StopReason
 from mok_service.provenance.audit import Plan, audited, report
@@ -28,11 +30,11 @@ def is_compared(run: LockedRun) -> bool:
     return run["reproduces"] is not None and run["verdict"] is None
 
 
-def plan_of(run: LockedRun) -> Plan | None:
+def plan_of(tx: Connection, run_id: str, kind: str) -> Plan | None:
     """What an audit is to replay; None for a run that trains."""
-    if run["kind"] != "audit":
+    if kind != "audit":
         return None
-    row = queries.verification_by(run.tx, run.id)
+    row = queries.verification_by(tx, run_id)
     assert row is not None, "an audit carries out a verification"
     return Plan.from_document(row["plan"])
 
@@ -115,7 +117,7 @@ def conclude_if_ended(run: LockedRun) -> None:
         _end_of_bisect(run, now)
         return
     drift = code_drift(_last_environment(run, original["id"]), _last_environment(run, run.id))
-    plan = plan_of(run)
+    plan = plan_of(run.tx, run.id, run["kind"])
     if run["stop_reason"] == "non_finite" and _went_on(run, plan):
         conclude(run, Finding("DIVERGED", f"{run['message']}; the record goes on", "loss", run["step"], None, "not finite"), now)
         return

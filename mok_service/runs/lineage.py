@@ -11,10 +11,10 @@ from sqlalchemy import Connection
 from mok_service.db import lineage
 from mok_service.db.ids import is_id
 from mok_service.db.session import Database
-from mok_service.errors import InvalidSpec, NotFound
+from mok_service.errors import InvalidSpec
 from mok_service.provenance.digest import Digest
 from mok_service.runs.reading import parse_digest
-from mok_service.runs.rows import Row
+from mok_service.runs.rows import Row, no_such_run
 from mok_service.runs.types import time_text
 
 USES_MAX: Final = 200    # of one role
@@ -144,12 +144,12 @@ def lineage_of(db: Database, run_id: str, depth: int = 5, tenant: str = "local")
     if not 0 <= depth <= DEPTH_MAX:
         raise InvalidSpec(f"depth: {depth} isn't allowed; allowed: 0 to {DEPTH_MAX}", field="depth", value=depth)
     if not is_id(run_id, "run"):
-        raise NotFound(f"there is no run {run_id!r:.60}", run=run_id[:60])
+        raise no_such_run(run_id)
     graph = _Graph()
     with db.read() as tx:
         _runs(tx, graph, tenant, run_id, depth)
         if run_id not in graph.rows:
-            raise NotFound(f"there is no run {run_id!r:.60}", run=run_id[:60])
+            raise no_such_run(run_id)
         _describe(tx, graph)
     known = [edge for edge in graph.edges.values() if edge["source"] in graph.nodes and edge["target"] in graph.nodes]
     return {"run": run_id, "depth": depth, "nodes": list(graph.nodes.values()), "edges": known, "truncated": graph.truncated}

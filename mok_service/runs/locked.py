@@ -16,12 +16,13 @@ from sqlalchemy import Connection
 from mok_service.db import queries, queue, tables
 from mok_service.db.ids import is_id, new_id
 from mok_service.db.session import Database
-from mok_service.errors import Conflict, LeaseLost, NotFound
+from mok_service.errors import Conflict, LeaseLost
 from mok_service.lifecycle import ACTIVE, FINAL, AttemptEnd, RunStatus, StopReason, is_legal
 from mok_service.provenance.bisection import Doing
 from mok_service.runs.comparing import conclude_if_ended
 from mok_service.runs.outbox import enqueue
 from mok_service.runs.queue import Use
+from mok_service.runs.rows import no_such_run
 from mok_service.runs.types import EventType, Lease
 
 RETRY_SECONDS_MAX: Final = 300.0
@@ -41,7 +42,7 @@ def locked(db: Database, run_id: str, tenant: str | None = None) -> Iterator[Loc
     with db.write() as tx:
         row = queries.lock_run(tx, run_id, tenant) if is_id(run_id, "run") else None
         if row is None:
-            raise NotFound(f"there is no run {run_id!r:.60}", run=run_id[:60])
+            raise no_such_run(run_id)
         run = LockedRun(tx, row)
         yield run
         run.save()

@@ -13,13 +13,14 @@ from mok_service.db import lineage, queries
 from mok_service.db.ids import is_id
 from mok_service.db.session import Database
 from mok_service.errors import InvalidSpec, NotFound
-from mok_service.lifecycle import STATUSES, RunStatus
+from mok_service.lifecycle import STATUSES
 from mok_service.provenance.audit import Plan
 from mok_service.provenance.bisection import BisectPlan
 from mok_service.provenance.digest import Digest
 from mok_service.provenance.manifest import DataManifest
 from mok_service.provenance.record import Parts, assemble
 from mok_service.runs import rows
+from mok_service.runs.comparing import plan_of
 from mok_service.runs.rows import Row
 from mok_service.runs.types import (
     RUN_KINDS,
@@ -42,7 +43,7 @@ _BARE: Final = re.compile("[0-9a-f]{64}")
 def get_run(db: Database, run_id: str, tenant: str = "local") -> Run:
     """One run. Raises NotFound."""
     with db.read() as tx:
-        return rows.run_of(_run(tx, run_id, tenant))
+        return rows.run_of(run_row(tx, run_id, tenant))
 
 
 def list_runs(db: Database, tenant: str = "local", *, status: str | None = None, job: str | None = None,
@@ -86,21 +87,21 @@ def parse_digest(text: str | None) -> Digest | None:
 def steps(db: Database, run_id: str, after: int = -1, limit: int = 1000, tenant: str = "local") -> list[StoredStep]:
     """Step records after step `after`, in order; -1 begins with record 0."""
     with db.read() as tx:
-        _run(tx, run_id, tenant)
+        run_row(tx, run_id, tenant)
         return [rows.step_of(row) for row in queries.steps_after(tx, run_id, _number(after), rows.check_limit(limit))]
 
 
 def events(db: Database, run_id: str, after: int = 0, limit: int = 1000, tenant: str = "local") -> list[Event]:
     """Events after number `after`, in order, without gaps; 0 begins with the first."""
     with db.read() as tx:
-        _run(tx, run_id, tenant)
+        run_row(tx, run_id, tenant)
         return [rows.event_of(row) for row in queries.events_after(tx, run_id, _number(after), rows.check_limit(limit))]
 
 
 def logs(db: Database, run_id: str, after: int = 0, limit: int = 1000, tenant: str = "local") -> list[StoredLog]:
     """Log lines after number `after`, in order; 0 begins with the first."""
     with db.read() as tx:
-        _run(tx, run_id, tenant)
+        run_row(tx, run_id, tenant)
         return [rows.log_of(row) for row in queries.logs_after(tx, run_id, _number(after), rows.check_limit(limit))]
 
 
@@ -112,21 +113,21 @@ def _number(after: int) -> int:
 def checkpoints(db: Database, run_id: str, tenant: str = "local") -> list[StoredCheckpoint]:
     """All checkpoints on record, by step."""
     with db.read() as tx:
-        _run(tx, run_id, tenant)
+        run_row(tx, run_id, tenant)
         return [rows.checkpoint_of(row) for row in queries.checkpoints_of(tx, run_id)]
 
 
 def attempts(db: Database, run_id: str, tenant: str = "local") -> list[Attempt]:
     """All attempts, the first one first."""
     with db.read() as tx:
-        _run(tx, run_id, tenant)
+        run_row(tx, run_id, tenant)
         return [rows.attempt_of(row) for row in queries.attempts_of(tx, run_id)]
 
 
 def verifications(db: Database, run_id: str, tenant: str = "local") -> list[Verification]:
     """Verdicts on this run, of bisects also where it's the other one, and that of which it is the executor; the oldest first."""
     with db.read() as tx:
-        _run(tx, run_id, tenant)
+        run_row(tx, run_id, tenant)
         return [rows.verification_of(row) for row in queries.verifications_of(tx, run_id)]
 
 
@@ -141,12 +142,8 @@ def get_verification(db: Database, verification_id: str, tenant: str = "local") 
 
 def plan_of_audit(db: Database, run: Run) -> Plan | None:
     """What an audit is to replay; None for a run that trains."""
-    if run.kind != "audit":
-        return None
     with db.read() as tx:
-        row = queries.verification_by(tx, run.id)
-    assert row is not None, "an audit carries out a verification"
-    return Plan.from_document(row["plan"])
+        return plan_of(tx, run.id, run.kind)
 
 
 def plan_of_bisect(db: Database, run: Run) -> BisectPlan | None:
@@ -165,17 +162,10 @@ def nodes(db: Database) -> list[Node]:
         return [rows.node_of(row) for row in queries.all_nodes(tx)]
 
 
-def count_by_status(db: Database) -> dict[RunStatus, int]:
-    """How many runs of all tenants there are in each status."""
-    with db.read() as tx:
-        counts = queries.run_counts(tx)
-    return {status: counts.get(status, 0) for status in STATUSES}
-
-
 def provenance(db: Database, run_id: str, tenant: str = "local") -> dict[str, Any]:
     """The record of a run (provenance/record.py), from one snapshot."""
     with db.read() as tx:
-        run = _run(tx, run_id, tenant)
+        run = run_row(tx, run_id, tenant)
         job = queries.job(tx, run["job_id"])
         assert job is not None
         stored = [rows.step_of(row) for row in queries.steps_after(tx, run_id, -1, None)]
@@ -205,8 +195,9 @@ def _identity(row: Row) -> dict[str, Any]:
             "weights": None if weights is None else str(weights), **{name: time_text(at) for name, at in times.items()}}
 
 
-def _run(tx: Connection, run_id: str, tenant: str) -> Row:
+def run_row(tx: Connection, run_id: str, tenant: str) -> Row:
+    """The row of a run. Raises NotFound."""
     row = queries.run(tx, run_id, tenant) if is_id(run_id, "run") else None
     if row is None:
-        raise NotFound(f"there is no run {run_id!r:.60}", run=run_id[:60])
+        raise rows.no_such_run(run_id)
     return row

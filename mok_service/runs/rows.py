@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 
 from mok_service.db.ids import is_id
 from mok_service.db.queries import Key
-from mok_service.errors import InvalidSpec
+from mok_service.errors import InvalidSpec, NotFound
 from mok_service.lifecycle import RunStatus, StopReason, VerificationStatus
 from mok_service.provenance.audit import Plan
 from mok_service.provenance.chain import StateDigests, StepRecord
@@ -36,6 +36,11 @@ LIMIT_MAX: Final = 1000
 _SAYS_NOTHING: Final = frozenset({"out_of_memory", "attempts_exhausted", "queue_deadline", "run_deadline", "library_unusable",
                                   "bad_data", "internal"})
 T = TypeVar("T")
+
+
+def no_such_run(run_id: str) -> NotFound:
+    """The error of an id that no run of the tenant has."""
+    return NotFound(f"there is no run {run_id!r:.60}", run=run_id[:60])
 
 
 def run_of(row: Row) -> Run:

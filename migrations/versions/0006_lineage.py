@@ -1,4 +1,5 @@
-"""Lookups by digest, and lineage: indexes on digests in columns, tables of digests in documents, what lists filter by."""
+"""Lookups by digest, and lineage: indexes on digests in columns, tables of digests in documents, what lists filter by. Runs that
+get no attestation of their own leave the index of those that wait for one."""
 
 from __future__ import annotations
 
@@ -15,6 +16,8 @@ branch_labels = None
 depends_on = None
 
 BATCH: Final = 500  # rows in memory
+ENDED: Final = "ended_at IS NOT NULL AND log_index IS NULL"  # what 0002 takes for a run that is to be attested
+TO_ATTEST: Final = f"{ENDED} AND kind NOT IN ('audit', 'bisect')"
 COLUMNS: Final = ("name", "seed", "model", "init_run", "init_weights")
 FILTERS: Final = ("kind", "name", "seed", "model")
 LINKS: Final = ("reproduces", "init_run", "init_weights")
@@ -52,6 +55,7 @@ def downgrade() -> None:
                         *(("runs", f"tenant_{column}_created_at_id") for column in FILTERS)):
         op.drop_index(f"ix_{table}_{name}", table)
     op.create_index("ix_runs_head", "runs", ["head"])
+    _index_unattested(ENDED)
     for table in ("manifest_files", "digest_uses"):
         op.drop_table(table)
     for column in reversed(COLUMNS):
@@ -88,12 +92,19 @@ def _create_indexes() -> None:
         given = sa.text(f"{column} IS NOT NULL")
         op.create_index(f"ix_runs_{column}", "runs", [column], sqlite_where=given, postgresql_where=given)
     op.drop_index("ix_runs_head", "runs")
+    _index_unattested(TO_ATTEST)
     for column in ("head", "weights", "optimizer"):
         op.create_index(f"ix_step_records_{column}", "step_records", [sa.text(f"substr({column}, 8, 16)")])
     op.create_index("ix_checkpoints_optimizer", "checkpoints", ["optimizer"])
     op.create_index("ix_attestations_digest", "attestations", ["digest"])
     op.create_index("ix_digest_uses_run_id_role", "digest_uses", ["run_id", "role"])
     op.create_index("ix_manifest_files_tenant_digest", "manifest_files", ["tenant", "digest"])
+
+
+def _index_unattested(where: str) -> None:
+    op.drop_index("ix_runs_unattested", "runs")
+    given = sa.text(where)
+    op.create_index("ix_runs_unattested", "runs", ["ended_at", "id"], sqlite_where=given, postgresql_where=given)
 
 
 def _rows(connection: sa.Connection, table: str, key: list[str], columns: str) -> Iterator[dict[str, Any]]:

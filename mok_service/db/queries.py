@@ -16,6 +16,7 @@ from sqlalchemy import (
     literal,
     or_,
     select,
+    text,
     tuple_,
     update,
 )
@@ -23,6 +24,8 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from mok_service.db.session import CLAIM_LOCK, LOG_LOCK
 from mok_service.db.tables import (
+    RUN_TO_ATTEST,
+    VERDICT_TO_ATTEST,
     attempts,
     attestations,
     checkpoints,
@@ -38,7 +41,7 @@ from mok_service.db.tables import (
     verification_attestations,
     verifications,
 )
-from mok_service.lifecycle import FINAL, UNCHAINED
+from mok_service.lifecycle import FINAL
 from mok_service.provenance.digest import Digest
 
 Key = tuple[datetime, str]  # created_at and id: the order of every list
@@ -274,14 +277,14 @@ def going_audit_of(tx: Connection, run_id: str) -> str | None:
 
 def unattested_runs(tx: Connection, limit: int) -> list[Row]:
     """Id and tenant of runs that have ended and have no attestation; the first that ended comes first."""
-    query = select(runs.c.id, runs.c.tenant).where(runs.c.ended_at.is_not(None), runs.c.log_index.is_(None))
-    return _all(tx, query.where(runs.c.kind.not_in(UNCHAINED)).order_by(runs.c.ended_at, runs.c.id).limit(limit))
+    query = select(runs.c.id, runs.c.tenant).where(text(RUN_TO_ATTEST))
+    return _all(tx, query.order_by(runs.c.ended_at, runs.c.id).limit(limit))
 
 
 def unattested_verifications(tx: Connection, limit: int) -> list[Row]:
     """Id and tenant of audits, reruns and bisects with a verdict that isn't attested; the first that ended comes first."""
     t = verifications
-    query = select(t.c.id, t.c.tenant).where(t.c.verdict.is_not(None), t.c.level != "check", t.c.log_index.is_(None))
+    query = select(t.c.id, t.c.tenant).where(text(VERDICT_TO_ATTEST))
     return _all(tx, query.order_by(t.c.ended_at, t.c.id).limit(limit))
 
 

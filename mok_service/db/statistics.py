@@ -5,10 +5,9 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, func, select, text
 
-from mok_service.db.tables import attempts, deliveries, nodes, runs
-from mok_service.lifecycle import UNCHAINED
+from mok_service.db.tables import RUN_TO_ATTEST, attempts, deliveries, nodes, runs
 
 
 def attempt_ends(tx: Connection) -> dict[str, int]:
@@ -29,8 +28,7 @@ def outbox(tx: Connection) -> tuple[int, datetime | None]:
 
 def unsigned(tx: Connection) -> tuple[int, datetime | None]:
     """Runs that have ended and aren't attested, and since when the first of them waits."""
-    return _count_and_first(tx, runs.c.ended_at, runs.c.ended_at.is_not(None), runs.c.log_index.is_(None),
-                            runs.c.kind.not_in(UNCHAINED))
+    return _count_and_first(tx, runs.c.ended_at, text(RUN_TO_ATTEST))
 
 
 def steps(tx: Connection) -> int:

@@ -132,6 +132,8 @@ jobs: Final = Table(
     Index(None, "manifest_digest"),
 )
 
+# The kinds are lifecycle.UNCHAINED: they end without an attestation of their own, and would stay in the index for ever.
+RUN_TO_ATTEST: Final = "ended_at IS NOT NULL AND log_index IS NULL AND kind NOT IN ('audit', 'bisect')"
 runs: Final = Table(
     "runs", metadata,
     _id(), _tenant(),
@@ -181,9 +183,7 @@ runs: Final = Table(
     )),
     Index("ix_runs_lease", "lease_expires_at",
           sqlite_where=text("lease_token IS NOT NULL"), postgresql_where=text("lease_token IS NOT NULL")),
-    Index("ix_runs_unattested", "ended_at", "id",
-          sqlite_where=text("ended_at IS NOT NULL AND log_index IS NULL"),
-          postgresql_where=text("ended_at IS NOT NULL AND log_index IS NULL")),
+    Index("ix_runs_unattested", "ended_at", "id", sqlite_where=text(RUN_TO_ATTEST), postgresql_where=text(RUN_TO_ATTEST)),
 )
 
 attempts: Final = Table(
@@ -260,7 +260,7 @@ manifest_files: Final = Table(
     Index(None, "tenant", "digest"),
 )
 
-_TO_ATTEST: Final = "verdict IS NOT NULL AND level <> 'check' AND log_index IS NULL"
+VERDICT_TO_ATTEST: Final = "verdict IS NOT NULL AND level <> 'check' AND log_index IS NULL"
 verifications: Final = Table(
     "verifications", metadata,
     _id(), _tenant(), _run(),                    # the run that is verified
@@ -278,7 +278,8 @@ verifications: Final = Table(
     Index(None, "run_id", "created_at", "id"),
     Index(None, "against"),
     UniqueConstraint("executed_by"),
-    Index("ix_verifications_unattested", "ended_at", "id", sqlite_where=text(_TO_ATTEST), postgresql_where=text(_TO_ATTEST)),
+    Index("ix_verifications_unattested", "ended_at", "id",
+          sqlite_where=text(VERDICT_TO_ATTEST), postgresql_where=text(VERDICT_TO_ATTEST)),
 )
 
 events: Final = Table(

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 from alembic import command
-from sqlalchemy import text
+from sqlalchemy import event, text
 
 from mok_service import jobs, runs
-from mok_service.db import queries, tables
+from mok_service.db import queries, statistics, tables
 from mok_service.db.session import Database, alembic_config, upgrade
 from mok_service.errors import InvalidSpec, NotFound
+from mok_service.lifecycle import UNCHAINED
 from mok_service.provenance import merkle, tree
 from mok_service.provenance.attest import BUILD_TYPE, check_statement, open_envelope
 from mok_service.provenance.digest import sha256
@@ -229,3 +230,21 @@ def test_reruns_from_before_verifications_were_tasks(empty_url: str, clock: Cloc
     succeed(db, start(db, clock), clock, records(job))
     assert runs.get_verification(db, found[1].id).verdict == "REPRODUCED"
     db.close()
+
+
+def test_what_is_to_be_signed_is_found_without_reading_what_never_will_be(db: Database) -> None:
+    assert tables.RUN_TO_ATTEST.endswith(f"kind NOT IN {UNCHAINED}")
+    if db.dialect != "sqlite":
+        pytest.skip("PostgreSQL plans by the size of the table")
+    sent: list[tuple[str, Any]] = []
+    with db.read() as tx:
+        index = text("SELECT sql FROM sqlite_master WHERE name = 'ix_runs_unattested'")
+        assert tx.execute(index).scalar_one().endswith(f"WHERE {tables.RUN_TO_ATTEST}"), "as the migrations have it"
+        event.listen(tx, "before_cursor_execute", lambda _, cursor, statement, values, *more: sent.append((statement, values)))
+        queries.unattested_runs(tx, 1)
+        queries.unattested_verifications(tx, 1)
+        statistics.unsigned(tx)
+        plans = [tx.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", values).all() for statement, values in tuple(sent)]
+    of_runs = ["SEARCH runs USING INDEX ix_runs_unattested (ended_at>?)"]
+    of_verdicts = ["SCAN verifications USING INDEX ix_verifications_unattested"]
+    assert [[row[3] for row in plan] for plan in plans] == [of_runs, of_verdicts, of_runs]

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 
-from sqlalchemy import Connection, func, insert, or_, select, tuple_, update
+from sqlalchemy import Connection, func, insert, or_, select, update
 
-from mok_service.db.queries import Key, Row, Values, insert_unless_there
-from mok_service.db.queries import _all as all_rows
-from mok_service.db.queries import _one as one_row
+from mok_service.db.queries import Key, Row, Values, all_rows, insert_unless_there, one_row, page
 from mok_service.db.tables import api_keys, audit_entries, audit_heads
 from mok_service.provenance.digest import Digest
 
@@ -31,9 +29,7 @@ def key_page(tx: Connection, tenant: str | None, hidden_roles: Sequence[str], af
     query = select(api_keys).where(api_keys.c.role.not_in(hidden_roles))
     if tenant is not None:
         query = query.where(api_keys.c.tenant == tenant)
-    if after is not None:
-        query = query.where(tuple_(api_keys.c.created_at, api_keys.c.id) < tuple_(*after))
-    return all_rows(tx, query.order_by(api_keys.c.created_at.desc(), api_keys.c.id.desc()).limit(limit + 1))
+    return page(tx, query, api_keys, after, limit)
 
 
 def update_key(tx: Connection, key_id: str, values: Values) -> None:

@@ -22,12 +22,10 @@ from sqlalchemy import (
     func,
     literal_column,
     select,
-    tuple_,
     union,
 )
-from sqlalchemy.dialects import postgresql, sqlite
 
-from mok_service.db.queries import Key, Row
+from mok_service.db.queries import Key, Row, add_unless_there, all_rows, page
 from mok_service.db.tables import (
     attempts,
     attestations,
@@ -44,19 +42,13 @@ from mok_service.provenance.digest import Digest
 CHECKPOINT_FILE, NATIVE_LIBRARY = "checkpoint-file", "native-library"
 
 
-def _all(tx: Connection, query: Select[Any]) -> list[Row]:
-    return [{str(name): value for name, value in row.items()} for row in tx.execute(query).mappings()]
-
-
 # ---- Filling ---------------------------------------------------------------------------------------------------------
 
 def add_uses(tx: Connection, tenant: str, run_id: str, role: str, place: int, named: Iterable[tuple[str, Digest]]) -> None:
     """What a document of a run names: (name, digest) each. What is there already stays as it is."""
     rows = [{"tenant": tenant, "digest": digest, "run_id": run_id, "role": role, "place": place, "name": name}
             for name, digest in named]
-    if rows:
-        insert = postgresql.insert(digest_uses) if tx.dialect.name == "postgresql" else sqlite.insert(digest_uses)
-        tx.execute(insert.on_conflict_do_nothing(), rows)
+    add_unless_there(tx, digest_uses, rows)
 
 
 def add_manifest(tx: Connection, tenant: str, manifest: Digest, named: Iterable[tuple[str, Digest]]) -> None:
@@ -66,8 +58,7 @@ def add_manifest(tx: Connection, tenant: str, manifest: Digest, named: Iterable[
     t = manifest_files
     known = select(t.c.position).where(t.c.tenant == tenant, t.c.manifest_digest == manifest).limit(1)
     if rows and tx.execute(known).first() is None:
-        insert = postgresql.insert(t) if tx.dialect.name == "postgresql" else sqlite.insert(t)
-        tx.execute(insert.on_conflict_do_nothing(), rows)
+        add_unless_there(tx, t, rows)
 
 
 # ---- Looking up a digest ---------------------------------------------------------------------------------------------
@@ -89,26 +80,26 @@ def steps_query(tenant: str, digest: Digest, name: str, limit: int) -> Select[An
 
 
 def steps_with(tx: Connection, tenant: str, digest: Digest, name: str, limit: int) -> list[Row]:
-    return _all(tx, steps_query(tenant, digest, name, limit))
+    return all_rows(tx, steps_query(tenant, digest, name, limit))
 
 
 def runs_with(tx: Connection, tenant: str, digest: Digest, name: str, limit: int) -> list[Row]:
     """Runs whose `name` (weights, init_weights) is the digest, the newest first."""
     query = select(runs.c.id.label("run_id"), runs.c.step).where(runs.c[name] == digest, runs.c.tenant == tenant)
-    return _all(tx, query.order_by(runs.c.id.desc()).limit(limit))
+    return all_rows(tx, query.order_by(runs.c.id.desc()).limit(limit))
 
 
 def checkpoints_with(tx: Connection, tenant: str, digest: Digest, name: str, limit: int) -> list[Row]:
     """Checkpoints whose `name` (weights, optimizer) is the digest; the newest runs first."""
     t = checkpoints
     query = select(t.c.run_id, t.c.step, t.c.folder).where(t.c[name] == digest, t.c.tenant == tenant)
-    return _all(tx, query.order_by(t.c.run_id.desc(), t.c.step).limit(limit))
+    return all_rows(tx, query.order_by(t.c.run_id.desc(), t.c.step).limit(limit))
 
 
 def jobs_with(tx: Connection, tenant: str, digest: Digest, name: str, limit: int) -> list[Row]:
     """Jobs whose `name` (training_digest, manifest_digest) is the digest, the newest first."""
     query = select(jobs.c.id.label("job_id")).where(jobs.c[name] == digest, jobs.c.tenant == tenant)
-    return _all(tx, query.order_by(jobs.c.id.desc()).limit(limit))
+    return all_rows(tx, query.order_by(jobs.c.id.desc()).limit(limit))
 
 
 def data_files_with(tx: Connection, tenant: str, digest: Digest, limit: int) -> list[Row]:
@@ -116,19 +107,19 @@ def data_files_with(tx: Connection, tenant: str, digest: Digest, limit: int) -> 
     t = manifest_files
     query = select(jobs.c.id.label("job_id"), t.c.name).join(jobs, jobs.c.manifest_digest == t.c.manifest_digest)
     query = query.where(t.c.tenant == tenant, t.c.digest == digest, jobs.c.tenant == tenant)
-    return _all(tx, query.order_by(jobs.c.id.desc(), t.c.name).limit(limit))
+    return all_rows(tx, query.order_by(jobs.c.id.desc(), t.c.name).limit(limit))
 
 
 def uses_of(tx: Connection, tenant: str, digest: Digest, limit: int) -> list[Row]:
     """Documents of runs that name the digest; the newest runs first."""
     t = digest_uses
     query = select(t.c.run_id, t.c.role, t.c.place, t.c.name).where(t.c.digest == digest, t.c.tenant == tenant)
-    return _all(tx, query.order_by(t.c.run_id.desc(), t.c.role, t.c.place, t.c.name).limit(limit))
+    return all_rows(tx, query.order_by(t.c.run_id.desc(), t.c.role, t.c.place, t.c.name).limit(limit))
 
 
 def attestations_with(tx: Connection, tenant: str, digest: Digest) -> list[Row]:
     t = attestations
-    return _all(tx, select(t.c.run_id, t.c.log_index).where(t.c.digest == digest, t.c.tenant == tenant))
+    return all_rows(tx, select(t.c.run_id, t.c.log_index).where(t.c.digest == digest, t.c.tenant == tenant))
 
 
 # ---- Filters of the list of runs -------------------------------------------------------------------------------------
@@ -170,9 +161,7 @@ def run_page(tx: Connection, tenant: str, after: Key | None, limit: int, wanted:
         query = query.where(runs.c.created_at >= wanted.since)
     if wanted.until is not None:
         query = query.where(runs.c.created_at < wanted.until)
-    if after is not None:
-        query = query.where(tuple_(runs.c.created_at, runs.c.id) < tuple_(*after))
-    return _all(tx, query.order_by(runs.c.created_at.desc(), runs.c.id.desc()).limit(limit + 1))
+    return page(tx, query, runs, after, limit)
 
 
 def _of(column: Column[str], tenant: str) -> ColumnElement[bool]:
@@ -210,7 +199,7 @@ def runs_by_id(tx: Connection, tenant: str, ids: Sequence[str]) -> list[Row]:
             runs.c.seed, runs.c.name, runs.c.model, runs.c.init_run, runs.c.init_weights, runs.c.created_at)
     has_data = exists().where(attempts.c.run_id == runs.c.id, attempts.c.running_at.is_not(None)).label("has_data")
     query = select(*same, jobs.c.training_digest, jobs.c.manifest_digest, has_data).join(jobs, jobs.c.id == runs.c.job_id)
-    return _all(tx, query.where(runs.c.id.in_(ids), runs.c.tenant == tenant).order_by(runs.c.id))
+    return all_rows(tx, query.where(runs.c.id.in_(ids), runs.c.tenant == tenant).order_by(runs.c.id))
 
 
 def reproductions_of(tx: Connection, tenant: str, ids: Sequence[str], limit: int) -> Sequence[str]:
@@ -230,7 +219,7 @@ def continuations_by_weights(tx: Connection, tenant: str, ids: Sequence[str], li
     query = select(checkpoints.c.run_id.label("parent"), checkpoints.c.step, runs.c.id.label("child"))
     query = query.join(runs, runs.c.init_weights == checkpoints.c.weights).where(
         checkpoints.c.run_id.in_(ids), runs.c.init_run.is_(None), _of(runs.c.tenant, tenant))
-    return _all(tx, query.order_by(runs.c.id, checkpoints.c.run_id, checkpoints.c.step).limit(limit))
+    return all_rows(tx, query.order_by(runs.c.id, checkpoints.c.run_id, checkpoints.c.step).limit(limit))
 
 
 def sources_by_weights(tx: Connection, tenant: str, ids: Sequence[str], limit: int) -> list[Row]:
@@ -238,7 +227,7 @@ def sources_by_weights(tx: Connection, tenant: str, ids: Sequence[str], limit: i
     query = select(checkpoints.c.run_id.label("parent"), checkpoints.c.step, runs.c.id.label("child"))
     query = query.join(checkpoints, checkpoints.c.weights == runs.c.init_weights).where(
         runs.c.id.in_(ids), runs.c.init_run.is_(None), _of(checkpoints.c.tenant, tenant))
-    return _all(tx, query.order_by(runs.c.id, checkpoints.c.run_id, checkpoints.c.step).limit(limit))
+    return all_rows(tx, query.order_by(runs.c.id, checkpoints.c.run_id, checkpoints.c.step).limit(limit))
 
 
 def step_of_weights(tx: Connection, run_id: str, weights: Digest | None) -> int | None:
@@ -253,11 +242,11 @@ def libraries_of(tx: Connection, ids: Sequence[str]) -> list[Row]:
     """Run, name and digest of the native libraries that attempts of these runs have loaded."""
     t = digest_uses
     query = select(t.c.run_id, t.c.name, t.c.digest).where(t.c.run_id.in_(ids), t.c.role == NATIVE_LIBRARY).distinct()
-    return _all(tx, query.order_by(t.c.run_id, t.c.name, t.c.digest))
+    return all_rows(tx, query.order_by(t.c.run_id, t.c.name, t.c.digest))
 
 
 def verdicts_on(tx: Connection, ids: Sequence[str], limit: int) -> list[Row]:
     """The verifications of these runs that have ended or are under way, the newest first."""
     t = verifications
     query = select(t.c.id, t.c.run_id, t.c.executed_by, t.c.against, t.c.level, t.c.verdict, t.c.step, t.c.created_at)
-    return _all(tx, query.where(t.c.run_id.in_(ids)).order_by(t.c.created_at.desc(), t.c.id.desc()).limit(limit))
+    return all_rows(tx, query.where(t.c.run_id.in_(ids)).order_by(t.c.created_at.desc(), t.c.id.desc()).limit(limit))

@@ -51,12 +51,12 @@ Values = Mapping[str, Any]
 
 # ---- Any table -------------------------------------------------------------------------------------------------------
 
-def _one(tx: Connection, query: Executable) -> Row | None:
+def one_row(tx: Connection, query: Executable) -> Row | None:
     row = tx.execute(query).mappings().one_or_none()
     return None if row is None else {str(name): value for name, value in row.items()}
 
 
-def _all(tx: Connection, query: Executable) -> list[Row]:
+def all_rows(tx: Connection, query: Executable) -> list[Row]:
     return [{str(name): value for name, value in row.items()} for row in tx.execute(query).mappings()]
 
 
@@ -66,19 +66,35 @@ def add(tx: Connection, table: Table, rows: Sequence[Values]) -> None:
         tx.execute(insert(table), [dict(row) for row in rows])
 
 
+def insert_or(tx: Connection, table: Table) -> postgresql.Insert | sqlite.Insert:
+    """An INSERT that may say what is to be done where the key is there: both databases say it in the same words."""
+    return postgresql.insert(table) if tx.dialect.name == "postgresql" else sqlite.insert(table)
+
+
+def put(tx: Connection, table: Table, key: str, values: Values) -> None:
+    """Inserts a row, or changes the one that has its key."""
+    changed = {name: value for name, value in values.items() if name != key}
+    tx.execute(insert_or(tx, table).values(**values).on_conflict_do_update(index_elements=[key], set_=changed))
+
+
+def add_unless_there(tx: Connection, table: Table, rows: Sequence[Values]) -> None:
+    """Inserts rows, all with the same keys; those that are there already stay as they are."""
+    if rows:
+        tx.execute(insert_or(tx, table).on_conflict_do_nothing(), [dict(row) for row in rows])
+
+
 def insert_unless_there(tx: Connection, table: Table, values: Values) -> bool:
     """Inserts a row; False when one with its primary key is there. Waits for a concurrent insert of that key."""
-    statement = postgresql.insert(table) if tx.dialect.name == "postgresql" else sqlite.insert(table)
-    statement = statement.values(**values).on_conflict_do_nothing()
+    statement = insert_or(tx, table).values(**values).on_conflict_do_nothing()
     return tx.execute(statement.returning(literal(1))).first() is not None  # psycopg counts no rows of an INSERT
 
 
-def _page(tx: Connection, query: Select[Any], table: Table, after: Key | None, limit: int) -> list[Row]:
+def page(tx: Connection, query: Select[Any], table: Table, after: Key | None, limit: int) -> list[Row]:
     """Up to limit + 1 rows, newest first, after a key: the one too many tells that there is a next page."""
     order = tuple_(table.c.created_at, table.c.id)
     if after is not None:
         query = query.where(order < tuple_(*after))
-    return _all(tx, query.order_by(table.c.created_at.desc(), table.c.id.desc()).limit(limit + 1))
+    return all_rows(tx, query.order_by(table.c.created_at.desc(), table.c.id.desc()).limit(limit + 1))
 
 
 # ---- Jobs ------------------------------------------------------------------------------------------------------------
@@ -87,7 +103,7 @@ def job(tx: Connection, job_id: str, tenant: str | None = None, lock: bool = Fal
     query = select(jobs).where(jobs.c.id == job_id)
     if tenant is not None:
         query = query.where(jobs.c.tenant == tenant)
-    return _one(tx, query.with_for_update(key_share=True) if lock else query)
+    return one_row(tx, query.with_for_update(key_share=True) if lock else query)
 
 
 def job_page(tx: Connection, tenant: str, after: Key | None, limit: int, name: str | None,
@@ -97,7 +113,7 @@ def job_page(tx: Connection, tenant: str, after: Key | None, limit: int, name: s
         query = query.where(jobs.c.name == name)
     if digest is not None:
         query = query.where(or_(jobs.c.training_digest == digest, jobs.c.manifest_digest == digest))
-    return _page(tx, query, jobs, after, limit)
+    return page(tx, query, jobs, after, limit)
 
 
 def update_job(tx: Connection, job_id: str, values: Values) -> None:
@@ -106,7 +122,7 @@ def update_job(tx: Connection, job_id: str, values: Values) -> None:
 
 def idempotency_key(tx: Connection, tenant: str, route: str, key: str) -> Row | None:
     t = idempotency_keys
-    return _one(tx, select(t).where(t.c.tenant == tenant, t.c.route == route, t.c.key == key))
+    return one_row(tx, select(t).where(t.c.tenant == tenant, t.c.route == route, t.c.key == key))
 
 
 # ---- Runs ------------------------------------------------------------------------------------------------------------
@@ -115,7 +131,7 @@ def run(tx: Connection, run_id: str, tenant: str | None = None) -> Row | None:
     query = select(runs).where(runs.c.id == run_id)
     if tenant is not None:
         query = query.where(runs.c.tenant == tenant)
-    return _one(tx, query)
+    return one_row(tx, query)
 
 
 def lock_run(tx: Connection, run_id: str, tenant: str | None = None, token: str | None = None) -> Row | None:
@@ -128,7 +144,7 @@ def lock_run(tx: Connection, run_id: str, tenant: str | None = None, token: str 
         query = query.where(runs.c.tenant == tenant)
     if token is not None:
         query = query.where(runs.c.lease_token == token)
-    return _one(tx, query.with_for_update(key_share=True))
+    return one_row(tx, query.with_for_update(key_share=True))
 
 
 def update_run(tx: Connection, run_id: str, values: Values) -> None:
@@ -143,7 +159,7 @@ def run_counts(tx: Connection) -> dict[str, int]:
 def runs_of_job(tx: Connection, job_id: str) -> list[Row]:
     """The oldest first."""
     query = select(runs).where(runs.c.job_id == job_id).order_by(runs.c.created_at, runs.c.id)
-    return _all(tx, query)
+    return all_rows(tx, query)
 
 
 # ---- Queue and leases ------------------------------------------------------------------------------------------------
@@ -158,13 +174,13 @@ def lock_candidate(tx: Connection, run_id: str, now: datetime) -> Row | None:
     """The run, locked, if it may be claimed and nobody else holds it."""
     query = select(runs).where(runs.c.id == run_id, runs.c.status == "queued",
                                or_(runs.c.retry_at.is_(None), runs.c.retry_at <= now))
-    return _one(tx, query.with_for_update(key_share=True, skip_locked=True))
+    return one_row(tx, query.with_for_update(key_share=True, skip_locked=True))
 
 
 def renew_lease(tx: Connection, run_id: str, token: str, expires_at: datetime) -> Row | None:
     """Prolongs a lease; status and stop reason of its run, or None when the run is no longer this lease's."""
     statement = update(runs).where(runs.c.id == run_id, runs.c.lease_token == token).values(lease_expires_at=expires_at)
-    return _one(tx, statement.returning(runs.c.status, runs.c.stop_reason))
+    return one_row(tx, statement.returning(runs.c.status, runs.c.stop_reason))
 
 
 def leases_of_other_boots(tx: Connection, boot_id: str, worker: str | None) -> list[Row]:
@@ -172,17 +188,17 @@ def leases_of_other_boots(tx: Connection, boot_id: str, worker: str | None) -> l
     query = select(runs.c.id, runs.c.lease_token).where(runs.c.lease_token.is_not(None), runs.c.lease_boot != boot_id)
     if worker is not None:
         query = query.where(runs.c.lease_worker == worker)
-    return _all(tx, query.order_by(runs.c.id))
+    return all_rows(tx, query.order_by(runs.c.id))
 
 
 # ---- What belongs to a run -------------------------------------------------------------------------------------------
 
 def attempt(tx: Connection, run_id: str, number: int) -> Row | None:
-    return _one(tx, select(attempts).where(attempts.c.run_id == run_id, attempts.c.attempt == number))
+    return one_row(tx, select(attempts).where(attempts.c.run_id == run_id, attempts.c.attempt == number))
 
 
 def attempts_of(tx: Connection, run_id: str) -> list[Row]:
-    return _all(tx, select(attempts).where(attempts.c.run_id == run_id).order_by(attempts.c.attempt))
+    return all_rows(tx, select(attempts).where(attempts.c.run_id == run_id).order_by(attempts.c.attempt))
 
 
 def update_attempt(tx: Connection, run_id: str, number: int, values: Values) -> None:
@@ -193,28 +209,28 @@ def steps_between(tx: Connection, run_id: str, first: int, last: int) -> list[Ro
     """The step records `first` to `last`, both included."""
     t = step_records
     query = select(t).where(t.c.run_id == run_id, t.c.step.between(first, last)).order_by(t.c.step)
-    return _all(tx, query)
+    return all_rows(tx, query)
 
 
 def steps_at(tx: Connection, run_id: str, steps: Sequence[int]) -> list[Row]:
     """The step records of these steps, as far as they are there."""
     t = step_records
-    return _all(tx, select(t).where(t.c.run_id == run_id, t.c.step.in_(steps)).order_by(t.c.step))
+    return all_rows(tx, select(t).where(t.c.run_id == run_id, t.c.step.in_(steps)).order_by(t.c.step))
 
 
 def steps_after(tx: Connection, run_id: str, after: int, limit: int | None) -> list[Row]:
     t = step_records
     query = select(t).where(t.c.run_id == run_id, t.c.step > after).order_by(t.c.step).limit(limit)
-    return _all(tx, query)
+    return all_rows(tx, query)
 
 
 def checkpoint(tx: Connection, run_id: str, step: int) -> Row | None:
     t = checkpoints
-    return _one(tx, select(t).where(t.c.run_id == run_id, t.c.step == step))
+    return one_row(tx, select(t).where(t.c.run_id == run_id, t.c.step == step))
 
 
 def checkpoints_of(tx: Connection, run_id: str) -> list[Row]:
-    return _all(tx, select(checkpoints).where(checkpoints.c.run_id == run_id).order_by(checkpoints.c.step))
+    return all_rows(tx, select(checkpoints).where(checkpoints.c.run_id == run_id).order_by(checkpoints.c.step))
 
 
 def update_checkpoint(tx: Connection, run_id: str, step: int, values: Values) -> None:
@@ -223,12 +239,12 @@ def update_checkpoint(tx: Connection, run_id: str, step: int, values: Values) ->
 
 def events_after(tx: Connection, run_id: str, after: int, limit: int) -> list[Row]:
     query = select(events).where(events.c.run_id == run_id, events.c.number > after).order_by(events.c.number).limit(limit)
-    return _all(tx, query)
+    return all_rows(tx, query)
 
 
 def logs_after(tx: Connection, run_id: str, after: int, limit: int) -> list[Row]:
     query = select(logs).where(logs.c.run_id == run_id, logs.c.number > after).order_by(logs.c.number).limit(limit)
-    return _all(tx, query)
+    return all_rows(tx, query)
 
 
 def last_log_sequence(tx: Connection, run_id: str, number: int) -> int | None:
@@ -242,12 +258,12 @@ def verifications_of(tx: Connection, run_id: str) -> list[Row]:
     """Verifications of the run, bisects that compare another one with it, and the one that it carries out."""
     t = verifications
     concerns = or_(t.c.run_id == run_id, t.c.against == run_id, t.c.executed_by == run_id)
-    return _all(tx, _with_executor().where(concerns).order_by(t.c.created_at, t.c.id))
+    return all_rows(tx, _with_executor().where(concerns).order_by(t.c.created_at, t.c.id))
 
 
 def verification_by(tx: Connection, run_id: str) -> Row | None:
     """The verification that a run carries out."""
-    return _one(tx, select(verifications).where(verifications.c.executed_by == run_id))
+    return one_row(tx, select(verifications).where(verifications.c.executed_by == run_id))
 
 
 def update_verification(tx: Connection, verification_id: str, values: Values) -> None:
@@ -263,7 +279,7 @@ def _with_executor() -> Select[Any]:
 
 def verification(tx: Connection, verification_id: str, tenant: str) -> Row | None:
     t = verifications
-    return _one(tx, _with_executor().where(t.c.id == verification_id, t.c.tenant == tenant))
+    return one_row(tx, _with_executor().where(t.c.id == verification_id, t.c.tenant == tenant))
 
 
 def going_audit_of(tx: Connection, run_id: str) -> str | None:
@@ -278,14 +294,14 @@ def going_audit_of(tx: Connection, run_id: str) -> str | None:
 def unattested_runs(tx: Connection, limit: int) -> list[Row]:
     """Id and tenant of runs that have ended and have no attestation; the first that ended comes first."""
     query = select(runs.c.id, runs.c.tenant).where(text(RUN_TO_ATTEST))
-    return _all(tx, query.order_by(runs.c.ended_at, runs.c.id).limit(limit))
+    return all_rows(tx, query.order_by(runs.c.ended_at, runs.c.id).limit(limit))
 
 
 def unattested_verifications(tx: Connection, limit: int) -> list[Row]:
     """Id and tenant of audits, reruns and bisects with a verdict that isn't attested; the first that ended comes first."""
     t = verifications
     query = select(t.c.id, t.c.tenant).where(text(VERDICT_TO_ATTEST))
-    return _all(tx, query.order_by(t.c.ended_at, t.c.id).limit(limit))
+    return all_rows(tx, query.order_by(t.c.ended_at, t.c.id).limit(limit))
 
 
 def lock_log(tx: Connection) -> Row | None:
@@ -296,13 +312,13 @@ def lock_log(tx: Connection) -> Row | None:
 
 
 def last_log_entry(tx: Connection) -> Row | None:
-    return _one(tx, select(log_entries).order_by(log_entries.c.log_index.desc()).limit(1))
+    return one_row(tx, select(log_entries).order_by(log_entries.c.log_index.desc()).limit(1))
 
 
 def log_entries_at(tx: Connection, indices: Sequence[int]) -> dict[int, Row]:
     """Entry and frontier of these indices, as far as they are there."""
     query = select(log_entries.c.log_index, log_entries.c.entry, log_entries.c.frontier)
-    return {row["log_index"]: row for row in _all(tx, query.where(log_entries.c.log_index.in_(indices)))}
+    return {row["log_index"]: row for row in all_rows(tx, query.where(log_entries.c.log_index.in_(indices)))}
 
 
 def log_entries_after(tx: Connection, after: int, limit: int) -> list[Row]:
@@ -318,26 +334,26 @@ def log_entries_after(tx: Connection, after: int, limit: int) -> list[Row]:
         .outerjoin(verdicts, verdicts.c.log_index == entries.c.log_index)
         .outerjoin(t, t.c.id == verdicts.c.verification_id)
     )
-    return _all(tx, query.where(entries.c.log_index > after).order_by(entries.c.log_index).limit(limit))
+    return all_rows(tx, query.where(entries.c.log_index > after).order_by(entries.c.log_index).limit(limit))
 
 
 def attestation_of(tx: Connection, run_id: str) -> Row | None:
-    return _one(tx, select(attestations).where(attestations.c.run_id == run_id))
+    return one_row(tx, select(attestations).where(attestations.c.run_id == run_id))
 
 
 def attestation_of_verification(tx: Connection, verification_id: str) -> Row | None:
     t = verification_attestations
-    return _one(tx, select(t).where(t.c.verification_id == verification_id))
+    return one_row(tx, select(t).where(t.c.verification_id == verification_id))
 
 
 def public_keys(tx: Connection) -> list[Row]:
-    return _all(tx, select(signing_keys).order_by(signing_keys.c.created_at, signing_keys.c.id))
+    return all_rows(tx, select(signing_keys).order_by(signing_keys.c.created_at, signing_keys.c.id))
 
 
 # ---- Nodes -----------------------------------------------------------------------------------------------------------
 
 def all_nodes(tx: Connection) -> list[Row]:
-    return _all(tx, select(nodes).order_by(nodes.c.name))
+    return all_rows(tx, select(nodes).order_by(nodes.c.name))
 
 
 def replace_nodes(tx: Connection, worker: str, rows: Sequence[Values]) -> None:
@@ -345,7 +361,5 @@ def replace_nodes(tx: Connection, worker: str, rows: Sequence[Values]) -> None:
     names = [row["name"] for row in rows]
     tx.execute(nodes.delete().where(nodes.c.worker == worker, nodes.c.name.not_in(names)))
     for row in sorted(rows, key=lambda row: str(row["name"])):
-        statement = postgresql.insert(nodes) if tx.dialect.name == "postgresql" else sqlite.insert(nodes)
-        changed = {name: value for name, value in row.items() if name != "name"}
-        tx.execute(statement.values(**row).on_conflict_do_update(index_elements=["name"], set_=changed))
+        put(tx, nodes, "name", row)
 

@@ -5,16 +5,12 @@ Conditions that choose a partial index are literal words: SQLite doesn't see tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 from sqlalchemy import Connection, and_, func, select, text, tuple_, union_all
-from sqlalchemy.dialects import postgresql, sqlite
 
-from mok_service.db.queries import Row
-from mok_service.db.queries import _all as all_rows
-from mok_service.db.queries import _one as one_row
+from mok_service.db.queries import Row, Values, all_rows, one_row, put
 from mok_service.db.tables import attempts, checkpoints, jobs, queue_turns, quotas, runs, shares
 
 OF_A_GROUP_MAX: Final = 16   # runs of one tenant, device and priority that a claim looks at
@@ -106,8 +102,8 @@ def lock_quota(tx: Connection, tenant: str) -> Row | None:
     return one_row(tx, select(quotas).where(quotas.c.tenant == tenant).with_for_update())
 
 
-def put_quota(tx: Connection, values: Mapping[str, Any]) -> None:
-    _put(tx, quotas, "tenant", values)
+def put_quota(tx: Connection, values: Values) -> None:
+    put(tx, quotas, "tenant", values)
 
 
 def all_shares(tx: Connection) -> list[Row]:
@@ -118,8 +114,8 @@ def lock_share(tx: Connection, tenant: str) -> Row | None:
     return one_row(tx, select(shares).where(shares.c.tenant == tenant).with_for_update())
 
 
-def put_share(tx: Connection, values: Mapping[str, Any]) -> None:
-    _put(tx, shares, "tenant", values)
+def put_share(tx: Connection, values: Values) -> None:
+    put(tx, shares, "tenant", values)
 
 
 def turns(tx: Connection) -> list[Row]:
@@ -127,13 +123,7 @@ def turns(tx: Connection) -> list[Row]:
 
 
 def put_turn(tx: Connection, priority: int, at: datetime) -> None:
-    _put(tx, queue_turns, "priority", {"priority": priority, "at": at})
-
-
-def _put(tx: Connection, table: Any, key: str, values: Mapping[str, Any]) -> None:
-    statement = postgresql.insert(table) if tx.dialect.name == "postgresql" else sqlite.insert(table)
-    changed = {name: value for name, value in values.items() if name != key}
-    tx.execute(statement.values(**values).on_conflict_do_update(index_elements=[key], set_=changed))
+    put(tx, queue_turns, "priority", {"priority": priority, "at": at})
 
 
 def waiting_count(tx: Connection, tenant: str) -> int:

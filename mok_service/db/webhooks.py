@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from sqlalchemy import Connection, func, select, tuple_, update
+from sqlalchemy import Connection, func, select, update
 
-from mok_service.db.queries import Key, Row, Values
-from mok_service.db.queries import _all as all_rows
-from mok_service.db.queries import _one as one_row
+from mok_service.db.queries import Key, Row, Values, all_rows, one_row, page
 from mok_service.db.tables import deliveries, webhooks
 
 
@@ -29,10 +27,7 @@ def update_webhook(tx: Connection, webhook_id: str, values: Values) -> None:
 
 def delivery_page(tx: Connection, webhook_id: str, after: Key | None, limit: int) -> list[Row]:
     """Up to limit + 1 deliveries, newest first."""
-    query = select(deliveries).where(deliveries.c.webhook_id == webhook_id)
-    if after is not None:
-        query = query.where(tuple_(deliveries.c.created_at, deliveries.c.id) < tuple_(*after))
-    return all_rows(tx, query.order_by(deliveries.c.created_at.desc(), deliveries.c.id.desc()).limit(limit + 1))
+    return page(tx, select(deliveries).where(deliveries.c.webhook_id == webhook_id), deliveries, after, limit)
 
 
 def give_up_pending(tx: Connection, webhook_id: str, now: datetime, message: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Generic, Literal, Self, TypeVar
 
 from sqlalchemy import Connection
 
@@ -47,6 +47,7 @@ from mok_service.spec import (
 
 KEY_LENGTH_MAX: Final = 255
 ROUTE_LENGTH_MAX: Final = 200
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +118,6 @@ class Submitted:
     created: bool
 
 
-class _SeenBefore(Exception):
-    """Rolls back a request whose Idempotency-Key another request has stored in the meantime."""
-
-
 def submit(db: Database, spec: JobSpec, *, tenant: str = "local", idempotency: Idempotency | None = None,
            machine: Machine | None = None, now: datetime | None = None) -> Submitted:
     """Stores a job and queues its first run, in one transaction.
@@ -138,23 +135,15 @@ def submit(db: Database, spec: JobSpec, *, tenant: str = "local", idempotency: I
         check_runnable(resolved, machine)
     job = Job(new_id("job"), tenant, resolved.training, Digest.parse(training_digest(resolved.training)), resolved.execution,
               spec.model_dump(mode="json"), None, at)
-    try:
-        with db.write() as tx:
-            refuse_what_never_fits(tx, resolved.execution, at)
-            refuse_over_quota(tx, tenant, resolved.execution, at, new_job=True)
-            queries.add(tx, tables.jobs, [_job_row(job)])
-            run = _queue_run(tx, job, resolved.execution, "original", None, at)
-            _remember(tx, tenant, idempotency, job.id, {"job": job.as_dict(), "run": run.as_dict()}, at)
-    except (_SeenBefore, QuotaExceeded):
-        seen = _answered(db, tenant, idempotency)  # whoever was faster has committed, and has perhaps taken the last place
-        if seen is None:
-            raise
-        return _submitted_before(seen)
-    return Submitted(job, run, created=True)
 
+    def store(tx: Connection) -> _Answer[Submitted]:
+        refuse_what_never_fits(tx, resolved.execution, at)
+        refuse_over_quota(tx, tenant, resolved.execution, at, new_job=True)
+        queries.add(tx, tables.jobs, [_job_row(job)])
+        run = _queue_run(tx, job, resolved.execution, "original", None, at)
+        return _Answer(Submitted(job, run, created=True), job.id, {"job": job.as_dict(), "run": run.as_dict()})
 
-def _submitted_before(response: Mapping[str, Any]) -> Submitted:
-    return Submitted(Job.from_dict(response["job"]), Run.from_dict(response["run"]), created=False)
+    return _once(db, tenant, idempotency, store, _submitted_before, at)
 
 
 def get_job(db: Database, job_id: str, tenant: str = "local") -> Job:
@@ -187,25 +176,21 @@ def create_run(db: Database, job_id: str, *, execution: ExecutionSpec | None = N
     """
     seen = _answered(db, tenant, idempotency)
     if seen is not None:
-        return Run.from_dict(seen["run"])
+        return _run_before(seen)
     at = now if now is not None else db.now()
-    try:
-        with db.write() as tx:
-            job = _job_of(_job(tx, job_id, tenant))
-            resolved = _execution(job, execution)
-            if machine is not None:
-                check_runnable(JobSpec(training=job.training, execution=resolved), machine)
-            refuse_what_never_fits(tx, resolved, at)
-            refuse_over_quota(tx, tenant, resolved, at, new_job=False)
-            original = _run_to_reproduce(tx, job, reproduces)
-            run = _queue_run(tx, job, resolved, "original" if original is None else "reproduction", original, at)
-            _remember(tx, tenant, idempotency, job.id, {"run": run.as_dict()}, at)
-    except (_SeenBefore, QuotaExceeded):
-        seen = _answered(db, tenant, idempotency)
-        if seen is None:
-            raise
-        return Run.from_dict(seen["run"])
-    return run
+
+    def store(tx: Connection) -> _Answer[Run]:
+        job = _job_of(_job(tx, job_id, tenant))
+        resolved = _execution(job, execution)
+        if machine is not None:
+            check_runnable(JobSpec(training=job.training, execution=resolved), machine)
+        refuse_what_never_fits(tx, resolved, at)
+        refuse_over_quota(tx, tenant, resolved, at, new_job=False)
+        original = _run_to_reproduce(tx, job, reproduces)
+        run = _queue_run(tx, job, resolved, "original" if original is None else "reproduction", original, at)
+        return _Answer(run, job.id, {"run": run.as_dict()})
+
+    return _once(db, tenant, idempotency, store, _run_before, at)
 
 
 def verify(db: Database, run_id: str, level: Literal["audit", "rerun"], *, segments: int | None = None, seed: int | None = None,
@@ -220,29 +205,23 @@ def verify(db: Database, run_id: str, level: Literal["audit", "rerun"], *, segme
     """
     seen = _answered(db, tenant, idempotency)
     if seen is not None:
-        return get_verification(db, seen["verification"]["id"], tenant)
+        return get_verification(db, _verified_before(seen), tenant)
     at, finding = now if now is not None else db.now(), check_record(provenance(db, run_id, tenant), {})
-    try:
-        with db.write() as tx:
-            row = _run_to_verify(tx, run_id, tenant)
-            plan = None if level == "rerun" else _draw(tx, row, segments, draw_seed() if seed is None else seed)
-            if finding.verdict == "TAMPERED":
-                planned = None if plan is None else plan.document()
-                made = _at_once(tx, row, at, level=level, plan=planned, **finding.as_dict())
-            else:
-                job = _job_of(_job(tx, row["job_id"], tenant))
-                of_run = JobSpec(training=job.training, execution=ExecutionSpec.model_validate(row["execution"]))
-                resolved = _where_it_fits(tx, of_run, execution or {}, at)
-                refuse_over_quota(tx, tenant, resolved, at, new_job=False)
-                run = _queue_run(tx, job, resolved, "audit" if level == "audit" else "reproduction", row, at, plan)
-                made = _verification_by(tx, run.id)
-            _remember(tx, tenant, idempotency, row["job_id"], {"verification": {"id": made}}, at)
-    except (_SeenBefore, QuotaExceeded):
-        seen = _answered(db, tenant, idempotency)
-        if seen is None:
-            raise
-        made = seen["verification"]["id"]
-    return get_verification(db, made, tenant)
+
+    def store(tx: Connection) -> _Answer[str]:
+        row = _run_to_verify(tx, run_id, tenant)
+        plan = None if level == "rerun" else _draw(tx, row, segments, draw_seed() if seed is None else seed)
+        if finding.verdict == "TAMPERED":
+            planned = None if plan is None else plan.document()
+            return _verified(_at_once(tx, row, at, level=level, plan=planned, **finding.as_dict()), row["job_id"])
+        job = _job_of(_job(tx, row["job_id"], tenant))
+        of_run = JobSpec(training=job.training, execution=ExecutionSpec.model_validate(row["execution"]))
+        resolved = _where_it_fits(tx, of_run, execution or {}, at)
+        refuse_over_quota(tx, tenant, resolved, at, new_job=False)
+        run = _queue_run(tx, job, resolved, "audit" if level == "audit" else "reproduction", row, at, plan)
+        return _verified(_verification_by(tx, run.id), job.id)
+
+    return get_verification(db, _once(db, tenant, idempotency, store, _verified_before, at), tenant)
 
 
 def bisect(db: Database, run_id: str, against: str | None = None, *, execution: Mapping[str, Any] | None = None,
@@ -258,29 +237,25 @@ def bisect(db: Database, run_id: str, against: str | None = None, *, execution: 
     """
     seen = _answered(db, tenant, idempotency)
     if seen is not None:
-        return get_verification(db, seen["verification"]["id"], tenant)
+        return get_verification(db, _verified_before(seen), tenant)
     if against == run_id:
         raise InvalidSpec(f"against: {against!r:.60} is the run itself; allowed: another run of its job, or null for a replay",
                           field="against", value=against[:60])
     at, finding = now if now is not None else db.now(), check_record(provenance(db, run_id, tenant), {})
     if against is not None and (theirs := check_record(provenance(db, against, tenant), {})).verdict == "TAMPERED":
         raise Conflict(f"the record of run {against} contradicts itself: {theirs.message}", run=against)
-    try:
-        with db.write() as tx:
-            compared = [_run_to_verify(tx, one, tenant) for one in (run_id, against) if one is not None]
-            plan, job, resolved = _plan_bisect(tx, compared, [execution or {}, against_execution or {}], tenant, at)
-            if finding.verdict == "TAMPERED":
-                made = _at_once(tx, compared[0], at, level="bisect", against=against, plan=plan.document(), **finding.as_dict())
-            else:
-                refuse_over_quota(tx, tenant, resolved, at, new_job=False)
-                made = _verification_by(tx, _queue_run(tx, job, resolved, "bisect", compared[0], at, plan).id)
-            _remember(tx, tenant, idempotency, job.id, {"verification": {"id": made}}, at)
-    except (_SeenBefore, QuotaExceeded):
-        seen = _answered(db, tenant, idempotency)
-        if seen is None:
-            raise
-        made = seen["verification"]["id"]
-    return get_verification(db, made, tenant)
+
+    def store(tx: Connection) -> _Answer[str]:
+        compared = [_run_to_verify(tx, one, tenant) for one in (run_id, against) if one is not None]
+        plan, job, resolved = _plan_bisect(tx, compared, [execution or {}, against_execution or {}], tenant, at)
+        if finding.verdict == "TAMPERED":
+            made = _at_once(tx, compared[0], at, level="bisect", against=against, plan=plan.document(), **finding.as_dict())
+        else:
+            refuse_over_quota(tx, tenant, resolved, at, new_job=False)
+            made = _verification_by(tx, _queue_run(tx, job, resolved, "bisect", compared[0], at, plan).id)
+        return _verified(made, job.id)
+
+    return get_verification(db, _once(db, tenant, idempotency, store, _verified_before, at), tenant)
 
 
 def check(db: Database, run_id: str, read: Read, *, tenant: str = "local",
@@ -288,18 +263,12 @@ def check(db: Database, run_id: str, read: Read, *, tenant: str = "local",
     """Verifies a run at level check, now; see `runs.judge`."""
     seen = _answered(db, tenant, idempotency)
     if seen is not None:
-        return get_verification(db, seen["verification"]["id"], tenant)
+        return get_verification(db, _verified_before(seen), tenant)
     with db.read() as tx:
         job_id = _run_to_look_at(tx, run_id, tenant)["job_id"]
     made = judge(db, run_id, read, tenant)
-    try:
-        with db.write() as tx:
-            _remember(tx, tenant, idempotency, job_id, {"verification": {"id": made.id}}, made.at)
-    except _SeenBefore:
-        seen = _answered(db, tenant, idempotency)
-        assert seen is not None, "whoever was faster has committed"
-        return get_verification(db, seen["verification"]["id"], tenant)
-    return made
+    kept = _once(db, tenant, idempotency, lambda tx: _verified(made.id, job_id), _verified_before, made.at)
+    return made if kept == made.id else get_verification(db, kept, tenant)
 
 
 def cancel_verification(db: Database, verification_id: str, tenant: str = "local", now: datetime | None = None) -> Verification:
@@ -313,6 +282,74 @@ def cancel_verification(db: Database, verification_id: str, tenant: str = "local
                        status=found.status)
     cancel(db, found.executed_by, tenant, now)
     return get_verification(db, verification_id, tenant)
+
+
+# ---- One answer for a key --------------------------------------------------------------------------------------------
+
+class _SeenBefore(Exception):
+    """Rolls back a request whose Idempotency-Key another request has stored in the meantime."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer(Generic[T]):
+    """What a request made, and what is answered to the same one again."""
+
+    made: T
+    job_id: str
+    response: dict[str, Any]
+
+
+def _once(db: Database, tenant: str, idempotency: Idempotency | None, work: Callable[[Connection], _Answer[T]],
+          before: Callable[[dict[str, Any]], T], at: datetime) -> T:
+    """What `work` makes in one transaction, with its answer kept under the key; or, where another request with the key was faster
+    and `work` is rolled back, what `before` makes of that one's answer."""
+    try:
+        with db.write() as tx:
+            answer = work(tx)
+            if idempotency is not None and not queries.insert_unless_there(tx, tables.idempotency_keys, {
+                "tenant": tenant, "route": idempotency.route, "key": idempotency.key, "body": idempotency.body,
+                "job_id": answer.job_id, "response": answer.response, "created_at": at,
+            }):
+                raise _SeenBefore
+    except (_SeenBefore, QuotaExceeded):
+        seen = _answered(db, tenant, idempotency)  # whoever was faster has committed, and has perhaps taken the last place
+        if seen is None:
+            raise
+        return before(seen)
+    return answer.made
+
+
+def _answered(db: Database, tenant: str, idempotency: Idempotency | None) -> dict[str, Any] | None:
+    """What was answered to an earlier request with this key. Raises Conflict when that had another body."""
+    if idempotency is None:
+        return None
+    with db.read() as tx:
+        row = queries.idempotency_key(tx, tenant, idempotency.route, idempotency.key)
+    if row is None:
+        return None
+    response: dict[str, Any] = row["response"]
+    if row["body"] != idempotency.body:
+        raise Conflict(
+            f"Idempotency-Key {idempotency.key!r} was used with another body, for job {row['job_id']}", job=row["job_id"],
+            key=idempotency.key, **{what: response[what]["id"] for what in ("run", "verification") if what in response},
+        )
+    return response
+
+
+def _submitted_before(response: Mapping[str, Any]) -> Submitted:
+    return Submitted(Job.from_dict(response["job"]), Run.from_dict(response["run"]), created=False)
+
+
+def _run_before(response: Mapping[str, Any]) -> Run:
+    return Run.from_dict(response["run"])
+
+
+def _verified(verification_id: str, job_id: str) -> _Answer[str]:
+    return _Answer(verification_id, job_id, {"verification": {"id": verification_id}})
+
+
+def _verified_before(response: Mapping[str, Any]) -> str:
+    return str(response["verification"]["id"])
 
 
 # ---- Parts -----------------------------------------------------------------------------------------------------------
@@ -514,30 +551,3 @@ def _job(tx: Connection, job_id: str, tenant: str) -> Row:
     if row is None:
         raise NotFound(f"there is no job {job_id!r:.60}", job=job_id[:60])
     return row
-
-
-def _answered(db: Database, tenant: str, idempotency: Idempotency | None) -> dict[str, Any] | None:
-    """What was answered to an earlier request with this key. Raises Conflict when that had another body."""
-    if idempotency is None:
-        return None
-    with db.read() as tx:
-        row = queries.idempotency_key(tx, tenant, idempotency.route, idempotency.key)
-    if row is None:
-        return None
-    response: dict[str, Any] = row["response"]
-    if row["body"] != idempotency.body:
-        raise Conflict(
-            f"Idempotency-Key {idempotency.key!r} was used with another body, for job {row['job_id']}", job=row["job_id"],
-            key=idempotency.key, **{what: response[what]["id"] for what in ("run", "verification") if what in response},
-        )
-    return response
-
-
-def _remember(tx: Connection, tenant: str, idempotency: Idempotency | None, job_id: str, response: dict[str, Any],
-              now: datetime) -> None:
-    """Stores the answer under the key; raises _SeenBefore when another request was faster."""
-    if idempotency is not None and not queries.insert_unless_there(tx, tables.idempotency_keys, {
-        "tenant": tenant, "route": idempotency.route, "key": idempotency.key, "body": idempotency.body, "job_id": job_id,
-        "response": response, "created_at": now,
-    }):
-        raise _SeenBefore

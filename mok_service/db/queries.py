@@ -201,6 +201,12 @@ def attempts_of(tx: Connection, run_id: str) -> list[Row]:
     return all_rows(tx, select(attempts).where(attempts.c.run_id == run_id).order_by(attempts.c.attempt))
 
 
+def has_read_data(tx: Connection, run_id: str) -> bool:
+    """Whether an attempt of the run was ready to step."""
+    query = select(attempts.c.attempt).where(attempts.c.run_id == run_id, attempts.c.running_at.is_not(None))
+    return tx.execute(query.limit(1)).first() is not None
+
+
 def update_attempt(tx: Connection, run_id: str, number: int, values: Values) -> None:
     tx.execute(update(attempts).where(attempts.c.run_id == run_id, attempts.c.attempt == number).values(**values))
 

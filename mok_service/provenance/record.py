@@ -87,11 +87,11 @@ def _chain(parts: Parts, training: Digest) -> dict[str, Any]:
         "genesis": None if first is None else str(first),
         "head": str(records[-1].head()) if records else None,
         "length": len(records),
-        "records": [{**_step(record), **note} for record, note in zip(records, parts.notes, strict=True)],
+        "records": [{**shown_step(record), **note} for record, note in zip(records, parts.notes, strict=True)],
     }
 
 
-def _step(record: StepRecord) -> dict[str, Any]:
+def shown_step(record: StepRecord) -> dict[str, Any]:
     """Body, head and unhashed fields, without the numbers that JSON can't hold."""
     shown = record.as_dict()
     shown["metrics"] = {name: value if math.isfinite(value) else None for name, value in shown["metrics"].items()}

@@ -35,6 +35,7 @@ from mok_service.runs.reading import (
     plan_of_audit,
     plan_of_bisect,
     provenance,
+    record_to_bisect,
     steps,
     verifications,
 )
@@ -65,6 +66,6 @@ __all__ = [
     "end_leases_of_earlier_boots", "events", "find_digest", "finish", "get_attestation", "get_quota", "get_run",
     "get_verdict_attestation", "get_verification", "judge", "leased_attempts", "lineage_of", "list_runs", "log_entries",
     "log_head", "log_proof", "logs", "mark_running", "mark_starting", "nodes", "pause", "plan_of_audit", "plan_of_bisect",
-    "provenance", "reap", "release", "renew", "report_nodes", "resume", "set_quota", "signing_keys", "standings", "steps",
-    "unattested", "verifications", "with_standing",
+    "provenance", "reap", "record_to_bisect", "release", "renew", "report_nodes", "resume", "set_quota", "signing_keys",
+    "standings", "steps", "unattested", "verifications", "with_standing",
 ]

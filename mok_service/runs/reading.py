@@ -18,7 +18,7 @@ from mok_service.provenance.audit import Plan
 from mok_service.provenance.bisection import BisectPlan
 from mok_service.provenance.digest import Digest
 from mok_service.provenance.manifest import DataManifest
-from mok_service.provenance.record import Parts, assemble
+from mok_service.provenance.record import Parts, assemble, shown_step
 from mok_service.runs import rows
 from mok_service.runs.comparing import plan_of
 from mok_service.runs.rows import Row
@@ -35,7 +35,7 @@ from mok_service.runs.types import (
     Verification,
     time_text,
 )
-from mok_service.spec import PRESETS, SEED_MAX, TrainingSpec, training_document
+from mok_service.spec import PRESETS, SEED_MAX, TrainingSpec, training_digest, training_document
 
 _BARE: Final = re.compile("[0-9a-f]{64}")
 
@@ -170,17 +170,40 @@ def provenance(db: Database, run_id: str, tenant: str = "local") -> dict[str, An
         assert job is not None
         stored = [rows.step_of(row) for row in queries.steps_after(tx, run_id, -1, None)]
         tried = queries.attempts_of(tx, run_id)
-        # The job has its manifest from whichever run first read the data: this run has it once it has read them itself.
-        manifest = job["manifest"] if any(attempt["running_at"] for attempt in tried) else None
         return assemble(Parts(
             identity=_identity(run), submitted=job["submitted"], training=job["training"],
             training_document=training_document(TrainingSpec.model_validate(job["training"])), execution=run["execution"],
-            manifest=None if manifest is None else DataManifest.from_document(manifest),
+            manifest=_manifest(tx, run_id, job),
             records=[step.record for step in stored], notes=[{"attempt": s.attempt, "at": time_text(s.at)} for s in stored],
             checkpoints=_dicts([rows.checkpoint_of(row) for row in queries.checkpoints_of(tx, run_id)]),
             attempts=_dicts([rows.attempt_of(row) for row in tried]),
             verifications=_dicts([rows.verification_of(row) for row in queries.verifications_of(tx, run_id)]),
         ))
+
+
+def record_to_bisect(db: Database, run_id: str, tenant: str = "local") -> dict[str, Any]:
+    """What a bisect needs of the record of a run (training/bisect.py, `side_of`): these parts of `provenance`, as they are there,
+    without what attempts and verifications say."""
+    with db.read() as tx:
+        run = run_row(tx, run_id, tenant)
+        job = queries.job(tx, run["job_id"])
+        assert job is not None
+        training, manifest = job["training"], _manifest(tx, run_id, job)
+        return {
+            "identity": {"status": run["status"], "stop_reason": run["stop_reason"]},
+            "spec": {"training": training, "training_digest": training_digest(TrainingSpec.model_validate(training))},
+            "arithmetic": {"name": training["arithmetic"]},
+            "data": None if manifest is None else {"manifest": manifest.document()},
+            "chain": {"records": [shown_step(rows.record_of(row)) for row in queries.steps_after(tx, run_id, -1, None)]},
+            "checkpoints": _dicts([rows.checkpoint_of(row) for row in queries.checkpoints_of(tx, run_id)]),
+        }
+
+
+def _manifest(tx: Connection, run_id: str, job: Row) -> DataManifest | None:
+    """The job has its manifest from whichever run first read the data: a run has it once it has read them itself."""
+    if job["manifest"] is None or not queries.has_read_data(tx, run_id):
+        return None
+    return DataManifest.from_document(job["manifest"])
 
 
 def _dicts(values: Sequence[StoredCheckpoint | Attempt | Verification]) -> list[dict[str, Any]]:

@@ -74,3 +74,18 @@ def test_one_that_concludes_nothing_has_not_succeeded(db: Database, clock: Clock
     assert runs.finish(db, lease, Outcome("succeeded", "finished"), clock.now).stop_reason == "internal"
     found = runs.get_verification(db, asked.id)
     assert (found.status, found.verdict) == ("failed", "INCONCLUSIVE")
+
+
+def test_what_is_compared_is_of_the_record(db: Database, pair: list[str]) -> None:
+    def within(part: Any, whole: Any) -> bool:
+        if isinstance(part, dict):
+            return all(key in whole and within(value, whole[key]) for key, value in part.items())
+        if isinstance(part, list):
+            return len(part) == len(whole) and all(map(within, part, whole))
+        return bool(part == whole)
+
+    for run_id in (*pair, jobs.create_run(db, runs.get_run(db, pair[0]).job_id).id):
+        part = runs.record_to_bisect(db, run_id)
+        assert part.keys() == {"identity", "spec", "arithmetic", "data", "chain", "checkpoints"}
+        assert within(part, runs.provenance(db, run_id))
+    assert part["data"] is None, "this run hasn't read them"

@@ -26,7 +26,7 @@ class Compared:
 
     name: str
     execution: dict[str, Any]        # the resolved ExecutionSpec by which it's computed again, as JSON
-    record: dict[str, Any] | None    # provenance/record.py
+    record: dict[str, Any] | None    # of provenance/record.py: runs.record_to_bisect
     checkpoints: str | None          # the run's checkpoint folder
 
 

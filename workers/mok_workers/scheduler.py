@@ -319,7 +319,7 @@ class Scheduler:
             execution = {**run.execution.model_dump(mode="json"), **planned.execution}
             if planned.run is None:
                 return Compared(f"replay of {plan.first.run}", execution, None, None)
-            record = runs.provenance(self._db, planned.run, run.tenant)
+            record = runs.record_to_bisect(self._db, planned.run, run.tenant)
             return Compared(planned.run, execution, record, str(self._settings.checkpoints(planned.run)))
 
         return side(plan.first), side(plan.second)

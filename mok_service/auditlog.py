@@ -100,6 +100,13 @@ def note(**ids: str) -> None:
         request.ids.update(ids)
 
 
+def succeeds_with(status: int) -> None:
+    """Tells the present request, if there is one, which outcome it has if nothing goes wrong."""
+    request = _current.get()
+    if request is not None:
+        request.success = status
+
+
 # ---- Looking at it ---------------------------------------------------------------------------------------------------
 
 def entries(db: Database, tenant: str = "local", after: int = -1, limit: int = 1000) -> list[dict[str, Any]]:

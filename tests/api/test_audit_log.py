@@ -16,7 +16,7 @@ from mok_service.provenance.digest import sha256
 from mok_service.spec import parse_job
 from tests.api.keys import admin
 from tests.databases import Clock
-from tests.services import SPEC, Service
+from tests.services import SPEC, Service, Worker
 
 
 def entries(api: httpx.Client) -> list[dict[str, Any]]:
@@ -50,6 +50,14 @@ def test_a_repeated_request_is_on_the_log_too(api: httpx.Client) -> None:
     for _ in range(2):
         api.post("/v1/jobs", json=SPEC, headers={"Idempotency-Key": "one"})
     assert [e["outcome"] for e in entries(api)] == [201, 201]
+
+
+def test_what_is_queued_is_on_the_log_once(api: httpx.Client, worker: Worker) -> None:
+    run = api.post("/v1/jobs", json=SPEC).json()["run"]["id"]
+    worker.work()
+    for wish in ({"level": "audit"}, {"level": "rerun"}, {"level": "bisect"}, {"level": "check"}):
+        api.post("/v1/verifications", json={"run": run, **wish})
+    assert [e["outcome"] for e in entries(api)] == [201, 202, 202, 202, 201]
 
 
 def test_a_write_that_cannot_be_logged_is_not_made(api: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from mok_api.docs import accepted, created, json_body, refusals
 from mok_api.errors import InvalidRequest
 from mok_api.parameters import Configured, Db
 from mok_api.routes.checkpoints import open_file, pieces
-from mok_service import jobs, runs
+from mok_service import auditlog, jobs, runs
 
 router = APIRouter(tags=["verifications"])
 
@@ -38,6 +38,7 @@ def create_verification(request: Request, db: Db, tenant: Tenant, settings: Conf
     wish, key = parse(body, schemas.NewVerification), idempotency(request, idempotency_key, body)
     _refuse_what_does_not_go_together(wish)
     if wish.level != "check":
+        auditlog.succeeds_with(202)
         execution = None if wish.execution is None else wish.execution.model_dump(exclude_unset=True)
         if wish.level == "bisect":
             theirs = None if wish.against_execution is None else wish.against_execution.model_dump(exclude_unset=True)

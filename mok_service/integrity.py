@@ -86,7 +86,7 @@ def _faults(tx: Connection, db: Database, seen: Inspection, checkpoints: Callabl
     yield from (Fault(row["id"], "it names a last step and has no step record") for row in checks.runs_without_records(tx))
     for run_id, records in groupby(checks.chained_records(tx), key=lambda row: str(row["run_id"])):
         seen.runs += 1
-        yield from _chain(run_id, records, seen)
+        yield from _chain(run_id, checks.chain_facts(tx, run_id), records, seen)
     yield from _log(tx, seen)
     for tenant in auditlog.tenants(db):
         seen.audit_logs += 1
@@ -98,18 +98,18 @@ def _faults(tx: Connection, db: Database, seen: Inspection, checkpoints: Callabl
         yield from _files(row, checkpoints(row["run_id"]))
 
 
-def _chain(run_id: str, rows: Iterable[Row], seen: Inspection) -> Iterator[Fault]:
+def _chain(run_id: str, facts: Row, rows: Iterable[Row], seen: Inspection) -> Iterator[Fault]:
     previous: Digest | None = None
     step = -1
     for row in rows:
         seen.step_records += 1
         record = record_of(row)
         if previous is None:
-            if record.state is None or row["manifest_digest"] is None:
+            if record.state is None or facts["manifest_digest"] is None:
                 yield Fault(run_id, "step record 0 has no initial state, or its job no data manifest")
                 return
-            arithmetic = row["training"]["arithmetic"]
-            previous = genesis(row["training_digest"], row["manifest_digest"], arithmetic, record.state.weights)
+            arithmetic = facts["training"]["arithmetic"]
+            previous = genesis(facts["training_digest"], facts["manifest_digest"], arithmetic, record.state.weights)
         try:
             previous = check_links([record], previous, step + 1)
         except Tampered as error:
@@ -119,9 +119,9 @@ def _chain(run_id: str, rows: Iterable[Row], seen: Inspection) -> Iterator[Fault
             yield Fault(run_id, f"step record {record.step} hashes to {previous}, but it is stored as {row['head']}")
             return
         step = record.step
-    if (row["run_step"], row["run_head"]) != (step, previous):
-        yield Fault(run_id, f"its chain ends with step {step} and head {previous}; the run says step {row['run_step']} and head "
-                            f"{row['run_head']}")
+    if (facts["step"], facts["head"]) != (step, previous):
+        yield Fault(run_id, f"its chain ends with step {step} and head {previous}; the run says step {facts['step']} and head "
+                            f"{facts['head']}")
 
 
 def _log(tx: Connection, seen: Inspection) -> Iterator[Fault]:

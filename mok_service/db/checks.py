@@ -44,12 +44,17 @@ def counted_events(tx: Connection) -> Iterator[Row]:
 
 
 def chained_records(tx: Connection) -> Iterator[Row]:
-    """The step records of every run with a chain of its own (an audit has none), by run and step, each with what its run and job
-    say: `run_step`, `run_head`, `training_digest`, `manifest_digest`, `training`."""
-    told = (runs.c.step.label("run_step"), runs.c.head.label("run_head"), jobs.c.training_digest, jobs.c.manifest_digest,
-            jobs.c.training)
-    query = select(step_records, *told).join(runs, runs.c.id == step_records.c.run_id).join(jobs, jobs.c.id == runs.c.job_id)
+    """The step records of every run with a chain of its own (an audit has none), by run and step."""
+    query = select(step_records).join(runs, runs.c.id == step_records.c.run_id).join(jobs, jobs.c.id == runs.c.job_id)
     return _pieces(tx, query.where(runs.c.kind != "audit").order_by(step_records.c.run_id, step_records.c.step))
+
+
+def chain_facts(tx: Connection, run_id: str) -> Row:
+    """What a run and its job say of the run's chain: `step`, `head`, `training_digest`, `manifest_digest`, `training`. The run is
+    one of `chained_records`."""
+    told = (runs.c.step, runs.c.head, jobs.c.training_digest, jobs.c.manifest_digest, jobs.c.training)
+    query = select(*told).join(jobs, jobs.c.id == runs.c.job_id).where(runs.c.id == run_id)
+    return {str(name): value for name, value in tx.execute(query).mappings().one().items()}
 
 
 def runs_without_records(tx: Connection) -> Iterator[Row]:

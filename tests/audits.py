@@ -73,7 +73,7 @@ def serving(world: World) -> Iterator[Service]:
 
 
 def reader(world: World, run: str) -> Any:
-    """What `jobs.check` reads checkpoints by."""
+    """What `verifying.check` reads checkpoints by."""
     def read(step: int, name: str) -> Iterator[bytes]:
         yield (world.settings.checkpoints(run) / f"step-{step:08d}" / name).read_bytes()
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from mok_api.errors import BodyTooLarge, InvalidRequest, WrongMediaType, short
 from mok_service import auditlog
-from mok_service.jobs import ROUTE_LENGTH_MAX, Idempotency
+from mok_service.idempotency import ROUTE_LENGTH_MAX, Idempotency
 from mok_service.provenance.digest import sha256
 from mok_service.spec.faults import from_validation, sentence
 from mok_service.spec.reading import TEXT_BYTES_MAX, read_json

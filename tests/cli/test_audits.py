@@ -14,7 +14,7 @@ import httpx
 import pytest
 from sqlalchemy import update
 
-from mok_service import jobs, runs
+from mok_service import runs, verifying
 from mok_service.cli.local import Local
 from mok_service.client import Client
 from mok_service.db import tables
@@ -184,11 +184,11 @@ def test_what_a_gpu_trained_is_audited_on_a_cpu(
         tx.execute(update(tables.runs).where(tables.runs.c.id == run).values(execution=execution, device="cuda"))
         tx.execute(update(tables.attempts).where(tables.attempts.c.run_id == run).values(environment={"code": code}))
     world.tick()
-    asked = jobs.verify(world.db, run, "audit", now=world.now)
+    asked = verifying.verify(world.db, run, "audit", now=world.now)
     assert world.run(str(asked.executed_by)).execution.device == "cpu"
     assert world.ended(str(asked.executed_by)).verdict == "AUDITED"
     with pytest.raises(Unrunnable, match="the cluster has 0"):
-        jobs.verify(world.db, run, "audit", execution={"device": "cuda"}, now=world.now)
+        verifying.verify(world.db, run, "audit", execution={"device": "cuda"}, now=world.now)
     folder, key = exported()
     assert audit(mok, folder, key) == (0, "AUDITED", None, None)
     assert "code differs" not in str(runs.get_verification(world.db, asked.id).message), "both have the CPU's library"
@@ -245,7 +245,8 @@ def test_one_changed_bit_in_an_export(
 
 def verified(world: World, run: str) -> list[str]:
     """An audit and a rerun of the run that have ended; their ids."""
-    asked = [jobs.verify(world.db, run, "audit", seed=1, now=world.now), jobs.verify(world.db, run, "rerun", now=world.now)]
+    asked = [verifying.verify(world.db, run, "audit", seed=1, now=world.now),
+             verifying.verify(world.db, run, "rerun", now=world.now)]
     world.ended(*(str(one.executed_by) for one in asked))
     return [one.id for one in asked]
 

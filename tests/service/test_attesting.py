@@ -11,7 +11,7 @@ import pytest
 from alembic import command
 from sqlalchemy import event, text
 
-from mok_service import jobs, runs
+from mok_service import jobs, runs, verifying
 from mok_service.db import queries, statistics, tables
 from mok_service.db.session import Database, alembic_config, upgrade
 from mok_service.errors import InvalidSpec, NotFound
@@ -171,10 +171,10 @@ def test_nothing_is_left_of_an_attestation_that_failed(db: Database, clock: Cloc
 def test_a_verdict_is_attested_once_it_is_there(db: Database, clock: Clock) -> None:
     """A verdict on a run, and the run that came to it, are two entries; what was cancelled is none."""
     job, original = trained(db, clock)
-    asked = jobs.verify(db, original.id, "rerun", now=clock.tick())
-    cancelled = jobs.verify(db, original.id, "rerun", now=clock.tick())
+    asked = verifying.verify(db, original.id, "rerun", now=clock.tick())
+    cancelled = verifying.verify(db, original.id, "rerun", now=clock.tick())
     rerun = succeed(db, start(db, clock), clock, records(job))
-    jobs.cancel_verification(db, cancelled.id, now=clock.tick())
+    verifying.cancel_verification(db, cancelled.id, now=clock.tick())
     assert Signer(db, KEY).tick() == 4
     assert [(entry.run_id, entry.verification_id) for entry in runs.log_entries(db)] == [
         (original.id, None), (rerun.id, None), (cancelled.executed_by, None), (original.id, asked.id)]

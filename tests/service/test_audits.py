@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mok_service import jobs, runs
+from mok_service import jobs, runs, verifying
 from mok_service.db.session import Database
 from mok_service.errors import Conflict, NotFound
 from mok_service.provenance.audit import Plan
@@ -30,7 +30,7 @@ def audited(db: Database, clock: Clock) -> tuple[jobs.Job, Run]:
 
 
 def begin(db: Database, clock: Clock, run: Run, **given: Any) -> tuple[Verification, Plan, Lease]:
-    asked = jobs.verify(db, run.id, "audit", now=clock.tick(), **given)
+    asked = verifying.verify(db, run.id, "audit", now=clock.tick(), **given)
     assert asked.plan is not None
     lease = start(db, clock)
     assert lease.run_id == asked.executed_by
@@ -109,7 +109,7 @@ def test_a_step_that_cannot_be_computed_and_is_on_record_is_a_divergence(
 ) -> None:
     job, run = audited
     for level in ("audit", "rerun"):
-        asked = jobs.verify(db, run.id, level, now=clock.tick(), **({"segments": 3} if level == "audit" else {}))  # type: ignore
+        asked = verifying.verify(db, run.id, level, now=clock.tick(), **({"segments": 3} if level == "audit" else {}))  # type: ignore
         lease = start(db, clock)
         runs.append(db, lease, records(job)[:4], now=clock.now)
         runs.finish(db, lease, Outcome("failed", "non_finite", "step 4: the loss is not finite"), clock.now)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mok_service import jobs, runs
+from mok_service import jobs, runs, verifying
 from mok_service.db.session import Database
 from mok_service.provenance.bisection import Doing
 from mok_service.provenance.verify import Finding
@@ -36,7 +36,7 @@ def pair(db: Database, clock: Clock) -> list[str]:
 
 
 def begin(db: Database, clock: Clock, pair: list[str], **given: Any) -> tuple[Verification, Lease]:
-    asked = jobs.bisect(db, *pair, now=clock.tick(), **given)
+    asked = verifying.bisect(db, *pair, now=clock.tick(), **given)
     return asked, start(db, clock)
 
 
@@ -63,7 +63,7 @@ def test_a_conclusion_comes_before_a_pause_and_after_a_cancel(db: Database, cloc
     assert runs.finish(db, lease, DONE, clock.now).status == "succeeded"
     assert runs.get_verification(db, asked.id).verdict == "DIVERGED"
     asked, lease = begin(db, clock, pair)
-    jobs.cancel_verification(db, asked.id, now=clock.now)
+    verifying.cancel_verification(db, asked.id, now=clock.now)
     assert runs.finish(db, lease, DONE, clock.now).status == "cancelled"
     found = runs.get_verification(db, asked.id)
     assert (found.verdict, found.status, found.report) == (None, "cancelled", None)

@@ -12,7 +12,7 @@ from mok_service import jobs, runs
 from mok_service.db import tables
 from mok_service.db.session import Database
 from mok_service.errors import Conflict, InvalidSpec, NotFound, Unrunnable
-from mok_service.jobs import Idempotency
+from mok_service.idempotency import Idempotency
 from mok_service.runs import LogLine, Node
 from mok_service.spec import SEED_MAX, CudaDevice, Machine, resolve, training_digest
 from tests.databases import Clock

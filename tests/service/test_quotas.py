@@ -14,7 +14,7 @@ from mok_service.db import queries, tables
 from mok_service.db.ids import new_id
 from mok_service.db.session import Database
 from mok_service.errors import InvalidSpec, MokError, QuotaExceeded, QuotaForbids
-from mok_service.jobs import Idempotency
+from mok_service.idempotency import Idempotency
 from mok_service.runs import Node, Outcome
 from tests.databases import Clock
 from tests.service.play import NO_ROOM_LIMIT, checkpoint, digest, records, spec, start

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from sqlalchemy import update
 
-from mok_service import jobs, runs
+from mok_service import jobs, runs, verifying
 from mok_service.db.tables import step_records
 from mok_service.errors import Conflict, InvalidSpec
 from mok_service.provenance.audit import Plan
@@ -63,7 +63,7 @@ def ended(world: World, verification: Verification) -> tuple[Verification, Run |
 
 
 def verify(world: World, run: str, level: Any = "audit", **given: Any) -> tuple[Verification, Run | None]:
-    return ended(world, jobs.verify(world.db, run, level, now=world.now, **given))
+    return ended(world, verifying.verify(world.db, run, level, now=world.now, **given))
 
 
 def everything(level: str) -> dict[str, int]:
@@ -71,7 +71,7 @@ def everything(level: str) -> dict[str, int]:
 
 
 def test_an_audit_replays_what_was_drawn_and_says_what_that_covers(world: World, run: str) -> None:
-    asked = jobs.verify(world.db, run, "audit", segments=3, seed=11, now=world.now)
+    asked = verifying.verify(world.db, run, "audit", segments=3, seed=11, now=world.now)
     assert (asked.status, asked.verdict, asked.progress) == ("queued", None, Progress(0, 3))
     found, executed = ended(world, asked)
     assert executed is not None and found.plan is not None and found.report is not None
@@ -91,7 +91,7 @@ def test_an_audit_replays_what_was_drawn_and_says_what_that_covers(world: World,
     assert runs.verifications(world.db, run) == [found] == runs.verifications(world.db, executed.id)
     for level in ("audit", "rerun"):
         with pytest.raises(Conflict, match="is an audit of"):
-            jobs.verify(world.db, executed.id, level)  # type: ignore[arg-type]
+            verifying.verify(world.db, executed.id, level)  # type: ignore[arg-type]
     assert jobs.create_run(world.db, world.run(run).job_id, now=world.now).reproduces == run, "an audit isn't reproduced"
 
 
@@ -101,7 +101,7 @@ def test_an_audit_of_everything_says_that_it_is_a_rerun(world: World, run: str) 
     assert found.report is not None and found.report["coverage"] == "1/1"
     assert [row["chance"] for row in found.report["escape"]] == ["0/1"] * 3
     with pytest.raises(InvalidSpec, match="allowed: 1 to 6"):
-        jobs.verify(world.db, run, "audit", segments=STEPS + 1)
+        verifying.verify(world.db, run, "audit", segments=STEPS + 1)
 
 
 def test_a_rerun_is_a_verification_too(world: World, run: str) -> None:
@@ -137,7 +137,7 @@ def test_a_changed_record_contradicts_itself(
     world: World, run: str, column: str, step: int, change: Callable[[Any], Any], field: str, level: Any
 ) -> None:
     """At once when it's asked for, and no worker is needed; under a verification that was queued before, when it's compared."""
-    queued = jobs.verify(world.db, run, level, now=world.now, **everything(level))
+    queued = verifying.verify(world.db, run, level, now=world.now, **everything(level))
     with world.db.write() as tx:
         row = (step_records.c.run_id == run) & (step_records.c.step == step)
         old = tx.execute(step_records.select().where(row)).mappings().one()[column]
@@ -154,7 +154,7 @@ def test_forged_segments_are_caught_as_often_as_is_stated(world: World, run: str
     """An honest chain over a state that one flipped weight made. Every audit that draws its segment finds it, no other does; so
     the frequency is that of the draw, which tests/provenance/test_audit.py holds against the stated odds."""
     forge(world, run, 3)
-    assert jobs.check(world.db, run, reader(world, run)).verdict == "INTACT"
+    assert verifying.check(world.db, run, reader(world, run)).verdict == "INTACT"
     caught, tried = 0, 12
     for seed in range(tried):
         found, _ = verify(world, run, segments=2, seed=seed)
@@ -173,7 +173,7 @@ def test_forged_segments_are_caught_as_often_as_is_stated(world: World, run: str
 def test_a_checkpoint_with_another_state_than_the_chain_had_is_found(world: World, run: str, level: Any) -> None:
     """Of step 3, whose record has no state: a check can't know. The chain goes on from the right state."""
     forge(world, run, 3, chain=False)
-    assert jobs.check(world.db, run, reader(world, run)).verdict == "INTACT"
+    assert verifying.check(world.db, run, reader(world, run)).verdict == "INTACT"
     found, _ = verify(world, run, level, **everything(level))
     assert (found.verdict, found.step, found.field) == ("DIVERGED", 3, "weights")
 
@@ -211,7 +211,7 @@ class Failing:
 
 def test_after_crashes_it_goes_on_with_the_segment_that_is_not_whole(folder: Path, run: str) -> None:
     with opened(folder, Failing(0, 2, 3, STEPS)) as world:
-        asked = jobs.verify(world.db, run, "audit", segments=STEPS, execution={"max_attempts": 9}, now=world.now)
+        asked = verifying.verify(world.db, run, "audit", segments=STEPS, execution={"max_attempts": 9}, now=world.now)
         assert asked.executed_by is not None
         world.until(lambda: world.run(str(asked.executed_by)).ended or world.wait(2) is not None, "ended")
         found, executed = ended(world, asked)
@@ -220,7 +220,7 @@ def test_after_crashes_it_goes_on_with_the_segment_that_is_not_whole(folder: Pat
 
 
 def test_paused_resumed_and_cancelled(world: World, run: str) -> None:
-    asked = jobs.verify(world.db, run, "audit", segments=STEPS, now=world.now)
+    asked = verifying.verify(world.db, run, "audit", segments=STEPS, now=world.now)
     audit = str(asked.executed_by)
     with pytest.raises(Conflict, match="audits run"):
         runs.checkpoint_deleted(world.db, run, 3, now=world.now)
@@ -233,11 +233,11 @@ def test_paused_resumed_and_cancelled(world: World, run: str) -> None:
         runs.resume(world.db, audit, now=world.now)
     assert ended(world, asked)[0].verdict == "AUDITED"
     with pytest.raises(Conflict, match="it is done"):
-        jobs.cancel_verification(world.db, asked.id)
+        verifying.cancel_verification(world.db, asked.id)
 
-    asked = jobs.verify(world.db, run, "audit", now=world.now)
+    asked = verifying.verify(world.db, run, "audit", now=world.now)
     for _ in range(2):
-        cancelled = jobs.cancel_verification(world.db, asked.id, now=world.now)
+        cancelled = verifying.cancel_verification(world.db, asked.id, now=world.now)
         assert (cancelled.status, cancelled.verdict, cancelled.ended_at) == ("cancelled", None, world.now)
     assert world.run(str(asked.executed_by)).verdict is None
     assert asked.id not in [ended for ended, _ in runs.unattested(world.db)], "nothing to sign"
@@ -257,7 +257,7 @@ def test_a_run_that_ended_early_is_audited_up_to_its_last_checkpoint(world: Worl
     job = jobs.submit(world.db, JOB, now=world.now)
     run = job.run.id
     with pytest.raises(Conflict, match="it can be computed again once it has ended"):
-        jobs.verify(world.db, run, "audit")
+        verifying.verify(world.db, run, "audit")
     world.stored(run, 2)
     runs.cancel(world.db, run, now=world.now)
     last = world.ended(run).step
@@ -268,8 +268,8 @@ def test_a_run_that_ended_early_is_audited_up_to_its_last_checkpoint(world: Worl
     never = jobs.submit(world.db, JOB, now=world.now).run.id
     runs.cancel(world.db, never, now=world.now)
     with pytest.raises(Conflict, match="left no step record"):
-        jobs.verify(world.db, never, "audit")
+        verifying.verify(world.db, never, "audit")
     for checkpoint in runs.checkpoints(world.db, run):
         runs.checkpoint_deleted(world.db, run, checkpoint.info.step, now=world.now)
     with pytest.raises(Conflict, match="no checkpoint"):
-        jobs.verify(world.db, run, "audit")
+        verifying.verify(world.db, run, "audit")

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from sqlalchemy import update
 
-from mok_service import jobs, runs
+from mok_service import jobs, runs, verifying
 from mok_service.cli.local import Local
 from mok_service.db.tables import step_records
 from mok_service.errors import Conflict, InvalidSpec, NotFound
@@ -64,7 +64,7 @@ def ids(trained: tuple[Path, tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def bisect(world: World, run: str, against: str | None = None, **given: Any) -> Verification:
-    asked = jobs.bisect(world.db, run, against, now=world.now, **given)
+    asked = verifying.bisect(world.db, run, against, now=world.now, **given)
     world.ended(str(asked.executed_by))
     return runs.get_verification(world.db, asked.id)
 
@@ -77,7 +77,7 @@ def names_the_fault(found: Verification) -> bool:
 
 
 def test_two_runs_of_which_one_has_a_fault(world: World, ids: tuple[str, ...]) -> None:
-    asked = jobs.bisect(world.db, ids[0], ids[1], now=world.now)
+    asked = verifying.bisect(world.db, ids[0], ids[1], now=world.now)
     assert (asked.status, asked.level, asked.progress) == ("queued", "bisect", runs.types.Progress(0, 5))
     executed = world.ended(str(asked.executed_by))
     found = runs.get_verification(world.db, asked.id)
@@ -94,7 +94,7 @@ def test_two_runs_of_which_one_has_a_fault(world: World, ids: tuple[str, ...]) -
     for run in (*ids[:2], executed.id):
         assert found in runs.verifications(world.db, run), "it's shown with both runs"
     with pytest.raises(Conflict, match="is a bisect of"):
-        jobs.bisect(world.db, executed.id)
+        verifying.bisect(world.db, executed.id)
 
 
 def test_what_equal_runs_and_replays_show(world: World, ids: tuple[str, ...]) -> None:
@@ -110,15 +110,15 @@ def test_what_equal_runs_and_replays_show(world: World, ids: tuple[str, ...]) ->
 
 def test_what_is_refused(world: World, ids: tuple[str, ...]) -> None:
     with pytest.raises(InvalidSpec, match="the run itself"):
-        jobs.bisect(world.db, ids[0], ids[0])
+        verifying.bisect(world.db, ids[0], ids[0])
     with pytest.raises(NotFound):
-        jobs.bisect(world.db, ids[0], "run_0198c0de5e1f7000800000000000c0de")
+        verifying.bisect(world.db, ids[0], "run_0198c0de5e1f7000800000000000c0de")
     other = jobs.submit(world.db, tiny(seed=8), now=world.now).run.id
     with pytest.raises(Conflict, match="once it has ended"):
-        jobs.bisect(world.db, ids[0], other)
+        verifying.bisect(world.db, ids[0], other)
     world.ended(other)
     with pytest.raises(InvalidSpec, match=r"training.seed is 7 in the first run and 8 in the second"):
-        jobs.bisect(world.db, ids[0], other)
+        verifying.bisect(world.db, ids[0], other)
 
 
 def test_records_that_contradict_themselves(world: World, ids: tuple[str, ...]) -> None:
@@ -128,13 +128,13 @@ def test_records_that_contradict_themselves(world: World, ids: tuple[str, ...]) 
             row = (step_records.c.run_id == run) & (step_records.c.step == 2)
             tx.execute(update(step_records).where(row).values(tokens=tokens))
 
-    queued = [jobs.bisect(world.db, *pair, now=world.now) for pair in (ids[:2], (ids[1], ids[0]))]
+    queued = [verifying.bisect(world.db, *pair, now=world.now) for pair in (ids[:2], (ids[1], ids[0]))]
     tokens = {record.step: record.tokens for record in world.records(ids[0])}[2]
     change(ids[0], tokens + 1)
-    at_once = jobs.bisect(world.db, ids[0], ids[1], now=world.now)
+    at_once = verifying.bisect(world.db, ids[0], ids[1], now=world.now)
     assert (at_once.verdict, at_once.status, at_once.executed_by) == ("TAMPERED", "done", None)
     with pytest.raises(Conflict, match="contradicts itself"):
-        jobs.bisect(world.db, ids[1], ids[0], now=world.now)
+        verifying.bisect(world.db, ids[1], ids[0], now=world.now)
     world.ended(*(str(one.executed_by) for one in queued))
     verdicts = [runs.get_verification(world.db, one.id) for one in queued]
     assert [found.verdict for found in verdicts] == ["TAMPERED", "INCONCLUSIVE"], "it says nothing about the other run"
@@ -168,7 +168,7 @@ class Interrupted:
 
 def test_after_a_crash_it_begins_anew_and_finds_the_same(folder: Path, ids: tuple[str, ...]) -> None:
     with opened(folder, Interrupted(3, failures=1)) as world:
-        asked = jobs.bisect(world.db, ids[0], ids[1], now=world.now)
+        asked = verifying.bisect(world.db, ids[0], ids[1], now=world.now)
         run = str(asked.executed_by)
         world.until(lambda: world.run(run).ended or world.wait(2) is not None, "ended")
         found = runs.get_verification(world.db, asked.id)
@@ -179,7 +179,7 @@ def test_after_a_crash_it_begins_anew_and_finds_the_same(folder: Path, ids: tupl
 def test_paused_resumed_and_cancelled(folder: Path, ids: tuple[str, ...]) -> None:
     opens = Interrupted(3, failures=0)
     with opened(folder, opens) as world:
-        asked = jobs.bisect(world.db, ids[0], ids[1], now=world.now)
+        asked = verifying.bisect(world.db, ids[0], ids[1], now=world.now)
         run = str(asked.executed_by)
         at = lambda: runs.get_verification(world.db, asked.id)  # noqa: E731
         world.until(lambda: at().progress == runs.types.Progress(2, 3), "step 3")
@@ -191,9 +191,9 @@ def test_paused_resumed_and_cancelled(folder: Path, ids: tuple[str, ...]) -> Non
         world.ended(run)
         assert names_the_fault(at())
         opens.reached = False
-        asked = jobs.bisect(world.db, ids[0], ids[1], now=world.now)
+        asked = verifying.bisect(world.db, ids[0], ids[1], now=world.now)
         world.until(lambda: at().progress == runs.types.Progress(2, 3), "step 3")
-        jobs.cancel_verification(world.db, asked.id, now=world.now)
+        verifying.cancel_verification(world.db, asked.id, now=world.now)
         assert world.ended(str(asked.executed_by)).status == "cancelled"
         assert (at().status, at().verdict, at().report) == ("cancelled", None, None)
         assert asked.id not in [ended for ended, _ in runs.unattested(world.db)], "nothing to sign"

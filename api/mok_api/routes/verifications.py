@@ -15,7 +15,7 @@ from mok_api.docs import accepted, created, json_body, refusals
 from mok_api.errors import InvalidRequest
 from mok_api.parameters import Configured, Db
 from mok_api.routes.checkpoints import open_file, pieces
-from mok_service import auditlog, jobs, runs
+from mok_service import auditlog, runs, verifying
 
 router = APIRouter(tags=["verifications"])
 
@@ -42,18 +42,18 @@ def create_verification(request: Request, db: Db, tenant: Tenant, settings: Conf
         execution = None if wish.execution is None else wish.execution.model_dump(exclude_unset=True)
         if wish.level == "bisect":
             theirs = None if wish.against_execution is None else wish.against_execution.model_dump(exclude_unset=True)
-            queued = jobs.bisect(db, wish.run, wish.against, execution=execution, against_execution=theirs, tenant=tenant,
-                                 idempotency=key)
+            queued = verifying.bisect(db, wish.run, wish.against, execution=execution, against_execution=theirs, tenant=tenant,
+                                      idempotency=key)
         else:
-            queued = jobs.verify(db, wish.run, wish.level, segments=wish.segments, seed=wish.seed, execution=execution,
-                                 tenant=tenant, idempotency=key)
+            queued = verifying.verify(db, wish.run, wish.level, segments=wish.segments, seed=wish.seed, execution=execution,
+                                      tenant=tenant, idempotency=key)
         return Json(queued.as_dict(), 202, headers={"Location": f"/v1/verifications/{queued.id}"})
     known = {c.info.step: c for c in runs.checkpoints(db, wish.run, tenant)}
 
     def read(step: int, name: str) -> Iterator[bytes]:
         return pieces(open_file(settings, known[step], name))
 
-    checked = jobs.check(db, wish.run, read, tenant=tenant, idempotency=key)
+    checked = verifying.check(db, wish.run, read, tenant=tenant, idempotency=key)
     return Json(checked.as_dict(), 201, headers={"Location": f"/v1/verifications/{checked.id}"})
 
 
@@ -67,7 +67,7 @@ def get_verification(db: Db, tenant: Tenant, verification: VerificationId) -> Js
              responses=refusals(404, 409, 413, 415))
 def cancel_verification(db: Db, tenant: Tenant, verification: VerificationId, _: Nothing) -> Json:
     """End a verification without a verdict: the run that carries it out is cancelled. Again changes nothing."""
-    return Json(jobs.cancel_verification(db, verification, tenant).as_dict())
+    return Json(verifying.cancel_verification(db, verification, tenant).as_dict())
 
 
 @router.get("/v1/verifications/{verification}/attestation", response_model=schemas.Attestation, responses=refusals(404))

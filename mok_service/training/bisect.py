@@ -15,6 +15,7 @@ A replay shows what recurs. What doesn't is said to be so: "step s of A is not r
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -212,14 +213,12 @@ class _Search:
         if not first and not second:
             return self.training.steps
         common = min(len(first), len(second))
-        low, high = 0, common
-        while low < high:
-            middle = (low + high) // 2
+
+        def differs(step: int) -> bool:
             self.counts.heads += 1
-            if first[middle].head() == second[middle].head():
-                low = middle + 1
-            else:
-                high = middle
+            return first[step].head() != second[step].head()
+
+        low = bisect_left(range(common), True, key=differs)
         states = [self._known_states(side) for side in self.sides]
         both = sorted(states[0].keys() & states[1].keys())
         hidden = [step for step in both if step < low and states[0][step] != states[1][step]]
@@ -389,15 +388,13 @@ class _Pair:
         search = self._search
         search.counts.operation_digests += sum(trace.digests for trace in traces)
         first, second = traces
-        low, high = 0, min(len(first.prefixes), len(second.prefixes))
-        length = high
-        while low < high:
-            middle = (low + high) // 2
+        length = min(len(first.prefixes), len(second.prefixes))
+
+        def differs(operation: int) -> bool:
             search.counts.prefixes += 1
-            if first.prefixes[middle] == second.prefixes[middle]:
-                low = middle + 1
-            else:
-                high = middle
+            return first.prefixes[operation] != second.prefixes[operation]
+
+        low = bisect_left(range(length), True, key=differs)
         if low == length and len(first.prefixes) == len(second.prefixes):
             return None
         operations = [trace.operations[low] if low < len(trace.operations) else None for trace in traces]
@@ -447,8 +444,8 @@ def _held_findings(held: Sequence[Held], which: str) -> Iterator[TensorFinding]:
         found = _tensor_finding(argument, held[0].names.get(argument, ""), a, b)
         if found is None:
             continue
-        at = int(_unequal(a, b)[0])
-        parts = held[0].parts.get(argument, [])
+        parts = held[0].parts.get(argument, []) if a.shape == b.shape else []
+        at = int(_unequal(a, b)[0]) if parts else 0
         part = next((p for p in parts if p.offset <= at < p.offset + p.count), None)
         if part is not None:
             pieces = (tensor.reshape(-1)[part.offset : part.offset + part.count].view(part.shape) for tensor in (a, b))

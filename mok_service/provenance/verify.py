@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, Final
 
@@ -73,9 +73,15 @@ def compare_step(expected: StepRecord, got: StepRecord, drift: Sequence[str] = (
         return None
     name, want, have = difference
     message = f"step {expected.step}: {name} expected {want}, got {have}"
-    if drift:
-        message += f". The code differs too ({'; '.join(drift)}), so this is source drift"
-    return Finding("INCONCLUSIVE" if drift else "DIVERGED", message, name, expected.step, _text(want), _text(have))
+    return excused(Finding("DIVERGED", message, name, expected.step, _text(want), _text(have)), drift)
+
+
+def excused(finding: Finding, drift: Sequence[str]) -> Finding:
+    """A difference that other code may explain says nothing about the run: DIVERGED becomes INCONCLUSIVE where `drift` is."""
+    if finding.verdict != "DIVERGED" or not drift:
+        return finding
+    message = f"{finding.message}. The code differs too ({'; '.join(drift)}), so this is source drift"
+    return replace(finding, verdict="INCONCLUSIVE", message=message)
 
 
 def compare_ends(original: Ending, other: Ending, drift: Sequence[str] = ()) -> Finding:

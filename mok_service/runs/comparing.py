@@ -16,7 +16,7 @@ from mok_service.provenance.chain import StepRecord
 from mok_service.provenance.checkpoint import CheckpointInfo
 from mok_service.provenance.digest import Digest
 from mok_service.provenance.record import code_drift
-from mok_service.provenance.verify import Ending, Finding, compare_ends, compare_step
+from mok_service.provenance.verify import Ending, Finding, compare_ends, compare_step, excused
 from mok_service.runs.rows import Row, record_of
 
 if TYPE_CHECKING:
@@ -91,10 +91,7 @@ def conclude(run: LockedRun, finding: Finding, now: datetime, attempt: int | Non
     """
     if finding.verdict == "DIVERGED":
         theirs = _last_environment(run, run["reproduces"]) if attempt is None else _environment(run, run["reproduces"], attempt)
-        drift = code_drift(theirs, _environment(run, run.id, run["attempt"]))
-        if drift:
-            message = f"{finding.message}. The code differs too ({'; '.join(drift)}), so this is source drift"
-            finding = replace(finding, verdict="INCONCLUSIVE", message=message)
+        finding = excused(finding, code_drift(theirs, _environment(run, run.id, run["attempt"])))
     run.conclude(now, **finding.as_dict())
     return _STOPS[finding.verdict], finding.message
 

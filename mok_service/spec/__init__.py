@@ -11,7 +11,7 @@ from mok_service.spec.capacity import (
     estimate,
 )
 from mok_service.spec.presets import PRESETS, Preset, preset_of
-from mok_service.spec.reading import load_job, parse_job
+from mok_service.spec.reading import job_of_record, load_job, parse_job
 from mok_service.spec.resolution import (
     draw_seed,
     job_json_schema,
@@ -36,6 +36,6 @@ from mok_service.spec.schema import (
 __all__ = [
     "PRESETS", "SEED_MAX", "BatchSpec", "CudaDevice", "DataSpec", "Estimate", "ExecutionSpec", "InitFrom", "JobSpec", "Machine",
     "Memory", "ModelSpec", "OptimizerSpec", "ParameterCount", "Preset", "RemoteFile", "TrainingSpec", "check_runnable",
-    "count_parameters", "draw_seed", "estimate", "job_json_schema", "load_job", "override_execution", "parse_job", "preset_of",
-    "resolve", "training_digest", "training_document",
+    "count_parameters", "draw_seed", "estimate", "job_json_schema", "job_of_record", "load_job", "override_execution",
+    "parse_job", "preset_of", "resolve", "training_digest", "training_document",
 ]

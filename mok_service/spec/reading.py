@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final, Literal, NoReturn
 
 from pydantic import ValidationError
@@ -43,6 +43,11 @@ _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _INFINITY, _NAN = re.compile(r"[-+]?\.(inf|Inf|INF)"), re.compile(r"\.(nan|NaN|NAN)")
 
 Format = Literal["yaml", "json"]
+
+
+def job_of_record(record: Mapping[str, Any]) -> JobSpec:
+    """The resolved job of a run's record, with that run's execution spec. Raises InvalidSpec."""
+    return parse_job({"training": record["spec"]["training"], "execution": record["spec"]["execution"]})
 
 
 def load_job(text: str | bytes, format: Format) -> JobSpec:

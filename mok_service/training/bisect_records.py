@@ -6,7 +6,7 @@
     report = bisect_records(Recorded("A", record, read), None, Machine(), other, [Path("data")])
     print(report.verdict, report.message)
 
-The command `mok bisect` and a worker call this; nothing here knows a database.
+The command `mok bisect` calls this; nothing here knows a database.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mok_service.kernels import load_backend
 from mok_service.kernels.native import NativeBackend
 from mok_service.provenance.checkpoint import CheckpointInfo
 from mok_service.provenance.measure import Read
-from mok_service.spec import JobSpec, override_execution, parse_job
+from mok_service.spec import JobSpec, job_of_record, override_execution
 from mok_service.training.bisect import Executor, Progress, Side, bisect, require_same_training, side_of
 from mok_service.training.bisect_report import Counts, Report
 from mok_service.training.checkpoint import CheckpointStore, State
@@ -70,42 +70,35 @@ def bisect_records(
     second_machine: Machine,
     data_roots: Sequence[Path],
     *,
-    runs: Path | None = None,
     sources: Sources | None = None,
     progress: Progress = lambda *_: None,
 ) -> Report:
     """Bisect two runs of one job, or (`second` None) a run and a replay of it by `second_machine`.
 
-    `runs` is the folder of all runs' checkpoints where there is a service, for a job that starts from one of them; `sources`
-    reads remote data. `progress` is
-    called before each step, with what is done, the step and the last; an exception from it ends the bisect, and nothing is left
-    behind. Raises InvalidSpec for runs of different jobs (naming the first field) or data that aren't there, Tampered for a
-    chain that contradicts itself, KernelError.
+    `sources` reads remote data. `progress` is called before each step, with what is done, the step and the last; an exception
+    from it ends the bisect, and nothing is left behind. Raises InvalidSpec for runs of different jobs (naming the first field)
+    or data that aren't there, Tampered for a chain that contradicts itself, KernelError.
     """
     recorded = [first, second or first]
     require_same_training(*(one.record for one in recorded))
-    jobs = [_job(one.record) for one in recorded]
-    names = [first.name, f"replay of {first.name} ({second_machine.executor(jobs[1]).name})" if second is None else second.name]
+    jobs = [job_of_record(one.record) for one in recorded]
+    executors = [machine.executor(job) for machine, job in zip((first_machine, second_machine), jobs, strict=True)]
+    names = [first.name, f"replay of {first.name} ({executors[1].name})" if second is None else second.name]
     training = jobs[0].training
     with tempfile.TemporaryDirectory(prefix="mok-bisect-") as folder:
         sides = list[Side]()
-        machines = (first_machine, second_machine)
-        for name, one, job, machine in zip(names, recorded, jobs, machines, strict=True):
+        for name, one, executor in zip(names, recorded, executors, strict=True):
             if second is None and sides:
-                sides.append(Side(name, machine.executor(job)))
+                sides.append(Side(name, executor))
             else:
-                sides.append(side_of(name, one.record, machine.executor(job), _loader(one.read, Path(folder) / str(len(sides)))))
+                sides.append(side_of(name, one.record, executor, _loader(one.read, Path(folder) / str(len(sides)))))
         corpus = open_corpus(training.data, data_roots, training.model.vocabulary_size, sources=sources)
         try:
-            weights = initial_weights(jobs[0], data_roots, runs)
+            weights = initial_weights(jobs[0], data_roots, None)
         except InvalidSpec as missing:
             message = f"the weights that the job starts from aren't at hand: {missing.message}"
             return Report("INCONCLUSIVE", message, names[0], names[1], None, None, None, (), Counts())
         return bisect(training, corpus, sides[0], sides[1], initial_weights=weights, progress=progress)
-
-
-def _job(record: Mapping[str, Any]) -> JobSpec:
-    return parse_job({"training": record["spec"]["training"], "execution": record["spec"]["execution"]})
 
 
 def _loader(read: Read, folder: Path) -> Callable[[CheckpointInfo], State]:

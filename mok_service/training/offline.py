@@ -24,8 +24,8 @@ from mok_service.provenance.checkpoint import CheckpointInfo
 from mok_service.provenance.keys import PublicKey
 from mok_service.provenance.manifest import DataManifest
 from mok_service.provenance.record import RECORD_TYPE, code_drift
-from mok_service.provenance.verify import Ending, Finding, compare_ends, compare_step
-from mok_service.spec import JobSpec, draw_seed, override_execution, parse_job
+from mok_service.provenance.verify import Ending, Finding, compare_ends, compare_step, excused
+from mok_service.spec import JobSpec, draw_seed, job_of_record, override_execution
 from mok_service.training.audit import replay
 from mok_service.training.checkpoint import CheckpointStore
 from mok_service.training.data import open_corpus
@@ -83,7 +83,7 @@ def verify_folder(
         return Outcome(Finding("INCONCLUSIVE", "the run left no step record: there is nothing to compare with", "chain"))
     plan = _plan(record, chain, level, draw_seed() if seed is None else seed, segments)
     drift = code_drift({"code": record["code"]}, environment())
-    job = _usable(override_execution(_job(record), execution or {}), "device" in (execution or {}))
+    job = _usable(override_execution(job_of_record(record), execution or {}), "device" in (execution or {}))
     finding = _replayed(folder, record, chain, plan, job, (data_roots, sources), drift, told)
     good = finding is None
     if finding is None:
@@ -100,10 +100,6 @@ def _plan(record: Mapping[str, Any], chain: Sequence[StepRecord], level: str, se
     if level == "rerun":
         return whole(head, last)
     return draw(seed, head, last, [c["step"] for c in record["checkpoints"] if not c["deleted_at"]], segments)
-
-
-def _job(record: Mapping[str, Any]) -> JobSpec:
-    return parse_job({"training": record["spec"]["training"], "execution": record["spec"]["execution"]})
 
 
 def _usable(job: JobSpec, wanted: bool) -> JobSpec:
@@ -136,9 +132,9 @@ def _replayed(
         return Finding("TAMPERED", fault.message, fault.detail.get("part") or fault.detail.get("file"), fault.detail.get("step"),
                        fault.detail.get("expected"), fault.detail.get("got"))
     except Diverged as fault:
-        return _excused(fault.detail["finding"], drift)
+        return excused(fault.detail["finding"], drift)
     except NonFinite as fault:
-        return _excused(Finding("DIVERGED", f"{fault.message}; the record goes on", "loss", last, None, "not finite"), drift)
+        return excused(Finding("DIVERGED", f"{fault.message}; the record goes on", "loss", last, None, "not finite"), drift)
     return None
 
 
@@ -153,14 +149,6 @@ def _records(
     store = CheckpointStore(folder / CHECKPOINTS)
     start = initial_weights(job, data_roots, None)
     return replay(job, corpus, backend, plan.segments, stored, store.load, initial_weights=start)
-
-
-def _excused(finding: Finding, drift: Sequence[str]) -> Finding:
-    """A difference that other code may explain says nothing about the run."""
-    if not drift:
-        return finding
-    message = f"{finding.message}. The code differs too ({'; '.join(drift)}), so this is source drift"
-    return replace(finding, verdict="INCONCLUSIVE", message=message)
 
 
 def _end_of_rerun(record: Mapping[str, Any], chain: Sequence[StepRecord], drift: Sequence[str]) -> Finding:

@@ -34,16 +34,16 @@ def card(record: Mapping[str, Any]) -> Any:
     if record["final"] is None:
         raise Conflict(f"{identity['run']} is {identity['status']}: only a run that succeeded has a model", run=identity["run"],
                        status=identity["status"])
-    hub = library("huggingface_hub")
+    hub, digests = library("huggingface_hub"), digests_of(record)
     data = hub.ModelCardData(
         library_name="mok-service", pipeline_tag="text-generation", tags=["mixture-of-experts", "moe", "deterministic-training"],
         mok={"run": identity["run"], "arithmetic": record["arithmetic"]["name"], "seed": record["seeds"]["seed"],
-             **{f"{name}_digest": digest for name, digest in digests_of(record).items()}},
+             **{f"{name}_digest": digest for name, digest in digests.items()}},
     )
-    return hub.ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(_text(record)) + "\n")
+    return hub.ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(_text(record, digests)) + "\n")
 
 
-def _text(record: Mapping[str, Any]) -> Iterator[str]:
+def _text(record: Mapping[str, Any], digests: Mapping[str, str]) -> Iterator[str]:
     identity, training = record["identity"], record["spec"]["training"]
     model, batch, optimizer, chain = training["model"], training["batch"], training["optimizer"], record["chain"]
     yield f"# {_cell(training['name'])}"
@@ -63,7 +63,7 @@ def _text(record: Mapping[str, Any]) -> Iterator[str]:
     yield from _table("Data", [("source", manifest["source"]), ("files", len(manifest["files"])), ("tokens", manifest["tokens"]),
                                ("tokenizer", manifest["tokenizer"]), ("order", manifest["order"])])
     yield from _table("What proves it", [
-        ("run", identity["run"]), *digests_of(record).items(),
+        ("run", identity["run"]), *digests.items(),
         *((f"verification by {v['level']}", v["verdict"] or "under way") for v in record["verifications"]),
     ])
     yield ("\nThe digest of the weights is that of the named tensors, whatever file holds them (docs/provenance.md of "

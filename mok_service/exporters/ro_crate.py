@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from mok_service.export import MANIFEST, RECORD, Source, write_export
+from mok_service.export import (
+    ATTESTATION,
+    CHECKPOINTS,
+    KEYS,
+    LOG,
+    MANIFEST,
+    RECORD,
+    VERIFICATIONS,
+    Source,
+    load_document,
+    write_export,
+)
 from mok_service.exporters import digests_of, library
 
 PROFILE: Final = "https://w3id.org/ro/wfrun/process/0.5"
 _MEANING: Final = {
-    "record.json": "The run's record", "attestation.json": "What was signed about the run: in-toto in a DSSE envelope",
-    "log.json": "Proof that the append-only log has the attestation", "key.pem": "Public keys of the service",
+    RECORD: "The run's record", ATTESTATION: "What was signed about the run: in-toto in a DSSE envelope",
+    LOG: "Proof that the append-only log has the attestation", KEYS: "Public keys of the service",
     MANIFEST: "The files that were exported, with sizes and SHA-256",
 }
 _STATUS: Final = {"succeeded": "CompletedActionStatus"}
@@ -27,7 +37,7 @@ def write_crate(source: Source, run_id: str, to: str) -> dict[str, Any]:
     crates = library("rocrate.rocrate")
     folder = Path(to)
     manifest = write_export(source, run_id, folder)
-    record = json.loads((folder / RECORD).read_text())
+    record = load_document(folder, RECORD)
     crate = crates.ROCrate()
     _describe(crate, record, [*manifest["files"], {"name": MANIFEST}])
     crate.metadata.write(folder)
@@ -54,14 +64,15 @@ def _describe(crate: Any, record: Mapping[str, Any], files: list[dict[str, Any]]
         action["error"] = identity["message"]
     action["instrument"] = _software(crate, record)
     action["object"] = data
-    action["result"] = [entity for name, entity in written.items() if name.startswith("checkpoints/")]
+    action["result"] = [entity for name, entity in written.items() if name.startswith(f"{CHECKPOINTS}/")]
     crate.root_dataset["mentions"] = [action]
     crate.root_dataset["conformsTo"] = {"@id": PROFILE}
 
 
 def _file(crate: Any, file: Mapping[str, Any]) -> Any:
     name = file["name"]
-    meaning = _MEANING.get(name, f"Of a checkpoint: {name.rpartition('/')[2]}")
+    whole, _, last = name.rpartition("/")
+    meaning = _MEANING.get(name) or f"Of a {'signed verdict' if whole.startswith(VERIFICATIONS) else 'checkpoint'}: {last}"
     facts: dict[str, Any] = {"name": meaning, "encodingFormat": _media_type(name)}
     if "size" in file:
         facts |= {"contentSize": str(file["size"]), "sha256": file["sha256"]}

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import pytest
 from sqlalchemy import update
 
 from mok_service import jobs, runs
@@ -38,6 +40,17 @@ def train(migrated: Path, folder: Path, spec: JobSpec = JOB) -> str:
         run = jobs.submit(world.db, spec, now=world.now).run
         assert world.ended(run.id).status == "succeeded"
     return run.id
+
+
+def says_same_code(patch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
+    """What these modules record of the code is always the same."""
+    for module in modules:
+        patch.setattr(module, "environment", lambda: {"code": CODE})
+
+
+def copied(trained: Path, to: Path) -> Path:
+    """A copy of a data folder, in place of an empty one."""
+    return Path(shutil.copytree(trained, to / "data"))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import pytest
 from mok_service import jobs
 from mok_service.kernels import load_backend
 from mok_workers import bisecting, opening
-from tests.audits import CODE, opened, train
+from tests.audits import opened, says_same_code, train
 from tests.training.planted import PlantedBackend
 from tests.training.test_bisect import BATCH, first_plant, tiny
 
@@ -27,7 +27,7 @@ def kernels(patch: pytest.MonkeyPatch) -> None:
 
     for module in (opening, bisecting):
         patch.setattr(module, "load_backend", load)
-    patch.setattr(opening, "environment", lambda: {"code": CODE})
+    says_same_code(patch, opening)
 
 
 def train_three(migrated: Path, folder: Path) -> tuple[str, str, str]:

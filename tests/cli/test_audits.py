@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,7 +25,7 @@ from mok_service.training import offline
 from mok_workers import opening
 from mok_workers.signing import Signer
 from tests.api.conftest import hold_against_description
-from tests.audits import CODE, STEPS, attested, forge, opened, serving, train
+from tests.audits import CODE, STEPS, attested, copied, forge, opened, says_same_code, serving, train
 from tests.cli.conftest import Mok
 from tests.services import flip_a_bit
 from tests.training.jobs import TEXT
@@ -36,8 +35,7 @@ from tests.workers.world import World
 @pytest.fixture(scope="module", autouse=True)
 def same_code() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(opening, "environment", lambda: {"code": CODE})
-        patch.setattr(offline, "environment", lambda: {"code": CODE})
+        says_same_code(patch, opening, offline)
         yield
 
 
@@ -49,9 +47,7 @@ def trained(same_code: None, migrated_file: Path, tmp_path_factory: pytest.TempP
 
 @pytest.fixture
 def data_dir(trained: tuple[Path, str], tmp_path: Path) -> Path:
-    """A copy of the data folder with the run, in place of an empty one."""
-    shutil.copytree(trained[0], tmp_path / "data")
-    return tmp_path / "data"
+    return copied(trained[0], tmp_path)
 
 
 @pytest.fixture

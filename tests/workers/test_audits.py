@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from mok_service.runs.types import Progress
 from mok_workers import opening
 from mok_workers.attempt import Control
 from mok_workers.messages import Payload
-from tests.audits import CODE, STEPS, forge, opened, reader, train
+from tests.audits import CODE, STEPS, copied, forge, opened, reader, says_same_code, train
 from tests.services import flip_a_bit
 from tests.workers.world import World
 
@@ -28,7 +27,7 @@ from tests.workers.world import World
 @pytest.fixture(scope="module", autouse=True)
 def same_code() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(opening, "environment", lambda: {"code": CODE})
+        says_same_code(patch, opening)
         yield
 
 
@@ -40,9 +39,7 @@ def trained(same_code: None, migrated_file: Path, tmp_path_factory: pytest.TempP
 
 @pytest.fixture
 def folder(trained: tuple[Path, str], tmp_path: Path) -> Path:
-    """A copy of the data folder with the run."""
-    shutil.copytree(trained[0], tmp_path / "data")
-    return tmp_path / "data"
+    return copied(trained[0], tmp_path)
 
 
 @pytest.fixture

@@ -96,8 +96,8 @@ class ApiKey:
 def authenticate(db: Database, text: str, now: datetime | None = None) -> Principal:
     """Whose key this is. Raises Unauthenticated for a key that isn't one, or is revoked or expired; which of them isn't told."""
     match = KEY.fullmatch(text)
-    at = now if now is not None else db.now()
     with db.read() as tx:
+        at = now if now is not None else db.now(tx)
         row = sql.key_by_prefix(tx, match[1]) if match else None
     stored = _NO_KEY if row is None else row["secret"]
     equal = hmac.compare_digest(str(sha256(text.encode())), str(stored))
@@ -113,8 +113,8 @@ def authenticate(db: Database, text: str, now: datetime | None = None) -> Princi
 def is_good(db: Database, key_id: str) -> bool:
     """Whether a key that was good before still is."""
     with db.read() as tx:
-        row = sql.key(tx, key_id)
-    return row is not None and row["revoked_at"] is None and (row["expires_at"] is None or row["expires_at"] > db.now())
+        row, at = sql.key(tx, key_id), db.now(tx)
+    return row is not None and row["revoked_at"] is None and (row["expires_at"] is None or row["expires_at"] > at)
 
 
 def keys_required(settings: Settings) -> bool:
@@ -127,7 +127,7 @@ def refuse_without_keys(db: Database, settings: Settings) -> None:
     if not keys_required(settings):
         return
     with db.read() as tx:
-        if sql.usable_key_exists(tx, db.now()):
+        if sql.usable_key_exists(tx, db.now(tx)):
             return
     raise _no_key_yet(settings)
 

@@ -66,7 +66,7 @@ class Request:
 
     def _write(self, tx: Connection, outcome: int) -> None:
         head = sql.lock_audit_head(tx, self.tenant, genesis(self.tenant))
-        at = self.db.now()
+        at = self.db.now(tx)
         values = {
             "tenant": self.tenant, "number": head["length"], "actor": self.actor, "role": self.role, "address": self.address,
             "action": self.action, "ids": dict(sorted(self.ids.items())), "body": self.body, "outcome": outcome,

@@ -78,13 +78,16 @@ class Database:
             with connection.begin():
                 yield connection
 
-    def now(self) -> datetime:
-        """The time that leases and deadlines go by: on PostgreSQL the database's, whatever host asks; else the host's."""
+    def now(self, tx: Connection | None = None) -> datetime:
+        """The time that leases and deadlines go by: on PostgreSQL the database's, whatever host asks; else the host's.
+
+        Whoever is in a transaction gives it: then it's asked on that connection. It's the present time all the same.
+        """
         if self._clock is not None:
             return self._clock()
         if self.dialect != "postgresql":
             return datetime.now(UTC)
-        with self.engine.connect() as connection:
+        with nullcontext(tx) if tx is not None else self.engine.connect() as connection:
             at: datetime = connection.execute(select(func.clock_timestamp())).scalar_one()
             return at.astimezone(UTC)
 

@@ -167,3 +167,15 @@ def test_the_clock_is_the_databases(url: str, kind: str, clock: Clock) -> None:
     assert before.utcoffset() is not None and before <= database.now()
     database.close()
     assert Database(url, clock=clock).now() == clock.now
+
+
+def test_in_a_transaction_the_time_takes_no_other_connection(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    database = Database(url)
+    with database.read() as tx:
+        before = database.now()
+        with monkeypatch.context() as patch:
+            patch.setattr(database, "engine", None)
+            first, second = database.now(tx), database.now(tx)
+        assert before <= first <= second <= database.now()
+        assert first < second or database.dialect == "sqlite", "not the transaction's time"
+    database.close()

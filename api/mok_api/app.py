@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -60,6 +61,7 @@ def _complete_description(app: FastAPI) -> None:
     """Add the schemas of the bodies that routes read by themselves, and who may call what."""
     generate = app.openapi
 
+    @cache
     def openapi() -> dict[str, Any]:
         described = generate()
         described["components"]["schemas"] = request_schemas() | described["components"]["schemas"]

@@ -48,11 +48,11 @@ def current(data_dir: DataDir = DATA_DIR, as_json: AsJson = False) -> None:
     Exits 0 if they are the same, 1 if not, 6 if there is no database.
     """
     from mok_service.db.backup import revision_of
-    from mok_service.db.session import alembic_config, head_revision
+    from mok_service.db.session import head_revision
 
     settings = _settings(data_dir)
     _must_exist(settings)
-    found, wanted = revision_of(settings.database()), head_revision(alembic_config())
+    found, wanted = revision_of(settings.database()), head_revision()
     _tell(f"{_shown(settings)} has schema {found or 'none'}; this version needs {wanted}",
           {"database": _shown(settings), "schema": found, "wanted": wanted}, as_json)
     raise typer.Exit(0 if found == wanted else 1)

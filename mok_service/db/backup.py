@@ -21,7 +21,6 @@ from sqlalchemy import URL, inspect
 from mok_service.db.session import (
     MIGRATION_LOCK,
     Database,
-    alembic_config,
     current_revision,
     known_revisions,
     parse_url,
@@ -96,7 +95,7 @@ def revision_of(url: str) -> str | None:
     database = Database(url, read_only=True)
     try:
         with database.read() as connection:
-            return current_revision(connection, alembic_config())
+            return current_revision(connection)
     finally:
         database.close()
 
@@ -201,7 +200,7 @@ def _restore_postgresql(url: str, file: Path, force: bool) -> str:
             scripts = [Path(folder) / name for name in ("before.sql", "dump.sql", "after.sql")]
             scripts[0].write_text(f"SELECT pg_advisory_xact_lock({MIGRATION_LOCK});{_DROP_ALL}")
             _run(database.url, ["pg_restore", "--no-owner", "--no-privileges", f"--file={scripts[1]}", str(file)], connect=False)
-            scripts[2].write_text(_IS_KNOWN.format(", ".join(f"'{name}'" for name in sorted(known_revisions(alembic_config())))))
+            scripts[2].write_text(_IS_KNOWN.format(", ".join(f"'{name}'" for name in sorted(known_revisions()))))
             _run(database.url, ["psql", "--no-psqlrc", "--quiet", "--single-transaction", "--set=ON_ERROR_STOP=1",
                                 "--output=/dev/null", *(f"--file={script}" for script in scripts)])
     finally:

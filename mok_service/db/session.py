@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -184,17 +185,16 @@ def _upgrade_sqlite(database: Database) -> None:
 def _migrate(connection: Connection) -> None:
     from alembic import command
 
-    config = alembic_config()
-    if current_revision(connection, config) != head_revision(config):
+    if current_revision(connection) != head_revision():
+        config = alembic_config()
         config.attributes["connection"] = connection
         command.upgrade(config, "head")
 
 
 def check_schema(database: Database) -> None:
     """Raises SchemaMismatch unless the schema is this version's. Changes nothing."""
-    config = alembic_config()
     with database.read() as connection:
-        found, wanted = current_revision(connection, config), head_revision(config)
+        found, wanted = current_revision(connection), head_revision()
     if found != wanted:
         raise SchemaMismatch(
             f"the database has schema {found or 'none'}, and this program needs {wanted}: start the service once to upgrade it",
@@ -214,29 +214,26 @@ def alembic_config() -> Any:
     return config
 
 
-def head_revision(config: Any) -> str:
+@cache
+def known_revisions() -> tuple[str, ...]:
+    """The schemas that this program can read or upgrade, the newest first."""
+    from alembic.script import ScriptDirectory
+
+    return tuple(script.revision for script in ScriptDirectory.from_config(alembic_config()).walk_revisions())
+
+
+def head_revision() -> str:
     """The schema that this program needs."""
-    from alembic.script import ScriptDirectory
-
-    head = ScriptDirectory.from_config(config).get_current_head()
-    assert head is not None, "there are migrations"
-    return head
+    return known_revisions()[0]
 
 
-def known_revisions(config: Any) -> frozenset[str]:
-    """The schemas that this program can read or upgrade."""
-    from alembic.script import ScriptDirectory
-
-    return frozenset(script.revision for script in ScriptDirectory.from_config(config).walk_revisions())
-
-
-def current_revision(connection: Connection, config: Any) -> str | None:
+def current_revision(connection: Connection) -> str | None:
     """The schema that the database has; None for an empty one. Raises SchemaMismatch for one that this program doesn't know."""
     exists = connection.dialect.has_table(connection, "alembic_version")
     found = connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one_or_none() if exists else None
-    if found is not None and found not in known_revisions(config):
+    if found is not None and found not in known_revisions():
         raise SchemaMismatch(
             f"the database has schema {found}, which is newer than this program: update the program, or restore a backup",
-            found=found, wanted=head_revision(config),
+            found=found, wanted=head_revision(),
         )
     return found

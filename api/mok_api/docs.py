@@ -5,7 +5,10 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import Any
 
-from mok_api import schemas
+from mok_api.schemas.access import NewApiKey, NewWebhook
+from mok_api.schemas.base import ErrorAnswer, Strict
+from mok_api.schemas.runs import NewRun
+from mok_api.schemas.verifications import NewVerification
 from mok_service.spec import job_json_schema
 
 Responses = dict[int | str, dict[str, Any]]
@@ -30,7 +33,7 @@ _MEANING = {
 def refusals(*statuses: int) -> Responses:
     """The documented errors of a route, all in the one format."""
     return {
-        status: {"model": schemas.ErrorAnswer, "description": f"{HTTPStatus(status).phrase}: {_MEANING[status]}"}
+        status: {"model": ErrorAnswer, "description": f"{HTTPStatus(status).phrase}: {_MEANING[status]}"}
         for status in statuses
     }
 
@@ -72,13 +75,12 @@ def errors_are_json(description: dict[str, Any]) -> None:
 def request_schemas() -> dict[str, Any]:
     """The schemas that `json_body` refers to, with all that they refer to."""
     found: dict[str, Any] = {}
-    ours = {model.__name__: _of(model) for model in (schemas.NewRun, schemas.NewVerification, schemas.NewApiKey,
-                                                        schemas.NewWebhook)}
+    ours = {model.__name__: _of(model) for model in (NewRun, NewVerification, NewApiKey, NewWebhook)}
     for name, schema in {"JobSpec": job_json_schema(), **ours}.items():
         found |= schema.pop("$defs", {})
         found[name] = schema
     return found
 
 
-def _of(model: type[schemas.Strict]) -> dict[str, Any]:
+def _of(model: type[Strict]) -> dict[str, Any]:
     return model.model_json_schema(ref_template="#/components/schemas/{model}")

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from starlette.routing import Match
 
 from mok_api.app import ROUTERS
-from mok_api.schemas import ErrorAnswer
+from mok_api.schemas.base import ErrorAnswer
 from mok_service.db.session import Database
 from mok_service.settings import Settings
 from tests.services import Service, Worker, running_api

@@ -12,7 +12,8 @@ import jsonschema
 import pytest
 
 from mok_api.docs import request_schemas
-from mok_api.schemas import JOB_EXAMPLE, NewRun, NewVerification
+from mok_api.schemas.runs import JOB_EXAMPLE, NewRun
+from mok_api.schemas.verifications import NewVerification
 from mok_service.spec import job_json_schema, parse_job
 from tests.api.conftest import routes
 

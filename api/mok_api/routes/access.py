@@ -6,12 +6,12 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path
 
-from mok_api import schemas
 from mok_api.access import Who
 from mok_api.answer import Json
 from mok_api.body import JsonText, Nothing, parse
 from mok_api.docs import created, json_body, refusals
 from mok_api.parameters import Cursor, Db, PageLimit
+from mok_api.schemas import access as schemas
 from mok_service import access
 
 router = APIRouter(tags=["access"])

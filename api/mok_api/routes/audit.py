@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from mok_api import schemas
 from mok_api.access import Tenant
 from mok_api.answer import Json
 from mok_api.parameters import AfterIndex, Db, ItemLimit
+from mok_api.schemas import access as schemas
 from mok_service import auditlog
 
 router = APIRouter(tags=["audit"])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from mok_api import schemas
 from mok_api.access import Tenant
 from mok_api.answer import Json
 from mok_api.parameters import Db, DigestPart
+from mok_api.schemas import lineage as schemas
 from mok_service import runs
 
 router = APIRouter(tags=["lineage"])

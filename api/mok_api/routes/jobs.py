@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request
 
-from mok_api import schemas
 from mok_api.access import Tenant
 from mok_api.answer import Json
 from mok_api.body import IdempotencyKey, JsonText, idempotency, parse
 from mok_api.docs import created, json_body, refusals
 from mok_api.parameters import Configured, Cursor, Db, JobId, Name, OfDigest, PageLimit
+from mok_api.schemas import runs as schemas
 from mok_service import jobs, runs
 from mok_service.db.session import Database
 from mok_service.preview import largest_machine, preview

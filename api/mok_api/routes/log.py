@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from mok_api import schemas
 from mok_api.access import Who
 from mok_api.answer import Json
 from mok_api.docs import refusals
 from mok_api.parameters import AfterIndex, Db, EntryIndex, ItemLimit, OldSize, Size
+from mok_api.schemas import log as schemas
 from mok_service import runs
 
 router = APIRouter(tags=["log"])

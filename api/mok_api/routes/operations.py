@@ -5,13 +5,13 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import PlainTextResponse
 
-from mok_api import schemas
 from mok_api.answer import Json
 from mok_api.docs import Responses
 from mok_api.errors import NotReady
 from mok_api.events import Streams
 from mok_api.metrics import Labels, Metrics, labelled, metric
 from mok_api.parameters import Configured, Db
+from mok_api.schemas import operations as schemas
 from mok_service import runs, statistics
 from mok_service.db.session import check_schema
 

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Protocol
 from fastapi import APIRouter, Header, Request
 from starlette.responses import Response
 
-from mok_api import schemas
 from mok_api.access import Tenant, Who
 from mok_api.answer import Json
 from mok_api.body import Nothing
@@ -33,6 +32,9 @@ from mok_api.parameters import (
     Status,
     Until,
 )
+from mok_api.schemas import runs as schemas
+from mok_api.schemas.log import Attestation
+from mok_api.schemas.verifications import VerificationItems
 from mok_service import runs
 
 router = APIRouter(tags=["runs"])
@@ -117,7 +119,7 @@ def list_attempts(db: Db, tenant: Tenant, run: RunId) -> Json:
     return Json({"items": _shown(runs.attempts(db, run, tenant))})
 
 
-@router.get("/v1/runs/{run}/verifications", response_model=schemas.VerificationItems, responses=refusals(404))
+@router.get("/v1/runs/{run}/verifications", response_model=VerificationItems, responses=refusals(404))
 def list_verifications(db: Db, tenant: Tenant, run: RunId) -> Json:
     """The verdicts on the run."""
     return Json({"items": _shown(runs.verifications(db, run, tenant))})
@@ -129,7 +131,7 @@ def get_provenance(db: Db, tenant: Tenant, run: RunId) -> Json:
     return Json(runs.provenance(db, run, tenant))
 
 
-@router.get("/v1/runs/{run}/attestation", response_model=schemas.Attestation, responses=refusals(404))
+@router.get("/v1/runs/{run}/attestation", response_model=Attestation, responses=refusals(404))
 def get_attestation(db: Db, tenant: Tenant, run: RunId) -> Json:
     """What the service signed about the run after it had ended, and where its log has it."""
     return Json(runs.get_attestation(db, run, tenant).as_dict())

@@ -7,7 +7,6 @@ from typing import Annotated, Final
 
 from fastapi import APIRouter, Path, Request
 
-from mok_api import schemas
 from mok_api.access import Tenant
 from mok_api.answer import Json
 from mok_api.body import IdempotencyKey, JsonText, Nothing, idempotency, parse
@@ -15,6 +14,8 @@ from mok_api.docs import accepted, created, json_body, refusals
 from mok_api.errors import InvalidRequest
 from mok_api.parameters import Configured, Db
 from mok_api.routes.checkpoints import open_file, pieces
+from mok_api.schemas import verifications as schemas
+from mok_api.schemas.log import Attestation
 from mok_service import auditlog, runs, verifying
 
 router = APIRouter(tags=["verifications"])
@@ -70,7 +71,7 @@ def cancel_verification(db: Db, tenant: Tenant, verification: VerificationId, _:
     return Json(verifying.cancel_verification(db, verification, tenant).as_dict())
 
 
-@router.get("/v1/verifications/{verification}/attestation", response_model=schemas.Attestation, responses=refusals(404))
+@router.get("/v1/verifications/{verification}/attestation", response_model=Attestation, responses=refusals(404))
 def get_attestation(db: Db, tenant: Tenant, verification: VerificationId) -> Json:
     """What the service signed about the verdict of an audit, a rerun or a bisect, and where its log has it."""
     return Json(runs.get_verdict_attestation(db, verification, tenant).as_dict())

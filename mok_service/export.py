@@ -24,7 +24,7 @@ from mok_service.errors import Conflict, InvalidSpec, NotFound, Tampered
 from mok_service.provenance.attested import Evidence, check_attestation, check_verdict, worst
 from mok_service.provenance.digest import sha256_file
 from mok_service.provenance.keys import PublicKey
-from mok_service.provenance.measure import measure
+from mok_service.provenance.measure import Read, measure
 from mok_service.provenance.tree import open_head
 from mok_service.provenance.verify import Finding, check
 
@@ -190,12 +190,8 @@ def _check_verdicts(folder: Path, record: Mapping[str, Any], trusted: Mapping[st
 
 
 def _check_record(folder: Path, record: Mapping[str, Any]) -> Finding:
-    def read(step: int, name: str) -> Iterator[bytes]:
-        where = next(checkpoint["folder"] for checkpoint in record["checkpoints"] if checkpoint["step"] == step)
-        return _read(inside(folder, f"{CHECKPOINTS}/{where}/{name}"))
-
     try:
-        return check(record, measure(record, read))
+        return check(record, measure(record, checkpoint_reader(folder, record)))
     except Tampered as fault:
         return _tampered(fault)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -232,13 +228,19 @@ def _measured(folder: Path, name: str) -> tuple[int, str] | None:
     return (path.stat().st_size, sha256_file(path).hex) if path.is_file() else None
 
 
-def _read(path: Path) -> Iterator[bytes]:
-    """The bytes of a file in an export, in pieces. Raises NotFound where there is none, or a link."""
-    if path.is_symlink() or not path.is_file():
-        raise NotFound(f"{path.name} isn't in the export", name=path.name)
-    with path.open("rb") as file:
-        while piece := file.read(CHUNK_BYTES):
-            yield piece
+def checkpoint_reader(folder: Path, record: Mapping[str, Any]) -> Read:
+    """What reads the files of an exported run's checkpoints, in pieces: by step and name. It raises NotFound where there is no
+    such file, or a link, and Tampered for a name that leads out of the folder."""
+    def read(step: int, name: str) -> Iterator[bytes]:
+        where = next(checkpoint["folder"] for checkpoint in record["checkpoints"] if checkpoint["step"] == step)
+        path = inside(folder, f"{CHECKPOINTS}/{where}/{name}")
+        if path.is_symlink() or not path.is_file():
+            raise NotFound(f"{where}/{name} isn't in {folder}", name=name)
+        with path.open("rb") as file:
+            while piece := file.read(CHUNK_BYTES):
+                yield piece
+
+    return read
 
 
 def load_document(folder: Path, name: str) -> dict[str, Any]:

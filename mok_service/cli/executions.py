@@ -52,22 +52,12 @@ def _stored(source: Client | Local, run: str) -> Execution:
 
 def _exported(folder: Path) -> Execution:
     from mok_service.errors import NotFound
-    from mok_service.export import CHECKPOINTS, CHUNK_BYTES, RECORD, inside, load_document
+    from mok_service.export import RECORD, checkpoint_reader, load_document
 
     if not (folder / RECORD).is_file():
         raise NotFound(f"{folder} holds no exported run: there is no {RECORD}", folder=str(folder))
     record = load_document(folder, RECORD)
-
-    def read(step: int, name: str) -> Iterator[bytes]:
-        where = next(checkpoint["folder"] for checkpoint in record["checkpoints"] if checkpoint["step"] == step)
-        path = inside(folder, f"{CHECKPOINTS}/{where}/{name}")
-        if path.is_symlink() or not path.is_file():
-            raise NotFound(f"{where}/{name} isn't in {folder}", name=name)
-        with path.open("rb") as file:
-            while piece := file.read(CHUNK_BYTES):
-                yield piece
-
-    return Execution(str(folder), record, read)
+    return Execution(str(folder), record, checkpoint_reader(folder, record))
 
 
 @dataclass(frozen=True)

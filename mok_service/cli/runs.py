@@ -121,15 +121,14 @@ def diff(
     from mok_service.provenance.compare import compare_records
 
     with ExitStack() as stack:
-        a, b = (_record(stack, run, url, data_dir) for run in (first, second))
-    try:
-        difference = compare_records(a, b)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise Tampered(f"one of them isn't a well-formed record: {type(error).__name__}: {error}", field="record") from None
-    found = None
-    if tensors:
-        with executions([first, second], url, data_dir) as pair:
-            found = differing_tensors(*pair)
+        pair = stack.enter_context(executions([first, second], url, data_dir)) if tensors else None
+        a, b = ((_record(stack, run, url, data_dir) for run in (first, second)) if pair is None else
+                (_checked(one.record, one.name) for one in pair))
+        try:
+            difference = compare_records(a, b)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise Tampered(f"one of them isn't a well-formed record: {type(error).__name__}: {error}", field="record") from None
+        found = None if pair is None else differing_tensors(*pair)
     if as_json:
         render.print_json(difference.as_dict() | ({} if found is None else found.as_dict()))
     else:
@@ -141,16 +140,20 @@ def diff(
 def _record(stack: ExitStack, text: str, url: str | None, data_dir: Path) -> dict[str, Any]:
     """The record that an argument names. What is on the disk needs no service."""
     from mok_service.export import RECORD, load_document
-    from mok_service.provenance.record import RECORD_TYPE
 
     path = Path(text)
     if not path.exists():
         source = stack.enter_context(reader(url, data_dir))
         return source.provenance(run_id(source, text))
-    found = load_document(path, RECORD) if path.is_dir() else load_document(path.parent, path.name)
-    if found.get("type") != RECORD_TYPE:
-        raise typer.BadParameter(f"{text} holds {found.get('type')!r:.80}; allowed: a record, {RECORD_TYPE}")
-    return found
+    return _checked(load_document(path, RECORD) if path.is_dir() else load_document(path.parent, path.name), text)
+
+
+def _checked(record: dict[str, Any], name: str) -> dict[str, Any]:
+    from mok_service.provenance.record import RECORD_TYPE
+
+    if record.get("type") != RECORD_TYPE:
+        raise typer.BadParameter(f"{name} holds {record.get('type')!r:.80}; allowed: a record, {RECORD_TYPE}")
+    return record
 
 
 def cancel(run: RunArgument, url: Url = None, data_dir: DataDir = DATA_DIR, as_json: AsJson = False) -> None:

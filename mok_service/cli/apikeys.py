@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import getpass
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -123,17 +122,13 @@ def _user() -> str:
         return "nobody"
 
 
-@contextmanager
-def _database(data_dir: Path) -> Iterator[Database]:
+def _database(data_dir: Path) -> AbstractContextManager[Database]:
     """The database of the settings, brought to this version: the first key is made before the service starts."""
-    from mok_service.db.session import Database, upgrade
+    from mok_service.cli.local import open_database
+    from mok_service.db.session import upgrade
     from mok_service.settings import load_settings
 
     settings = load_settings(data_dir=data_dir)
     settings.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     upgrade(settings.database())
-    db = Database(settings.database())
-    try:
-        yield db
-    finally:
-        db.close()
+    return open_database(data_dir)

@@ -64,16 +64,13 @@ def check(data_dir: DataDir = DATA_DIR, as_json: AsJson = False) -> None:
     Changes nothing, and may run beside the service. Exits 4 if anything is wrong, 1 for another version's schema, 6 if there is
     no database.
     """
-    from mok_service.db.session import Database
+    from mok_service.cli.local import open_database
     from mok_service.integrity import inspect
 
     settings = _settings(data_dir)
     _must_exist(settings)
-    db = Database(settings.database(), read_only=True)
-    try:
+    with open_database(data_dir, read_only=True) as db:
         seen = inspect(db, settings.checkpoints)
-    finally:
-        db.close()
     lines = [f"{fault.of}: {fault.message}" for fault in seen.faults]
     lines.append(f"{_shown(settings)} has this version's schema, {len(seen.faults)} faults in {seen.runs} runs, "
                  f"{seen.step_records} step records, {seen.checkpoints} checkpoints, {seen.log_entries} entries of the log and "
@@ -121,12 +118,12 @@ def _settings(data_dir: Path) -> Settings:
 
 
 def _must_exist(settings: Settings) -> None:
-    from mok_service.db.session import parse_url
+    from mok_service.cli.local import missing_file
     from mok_service.errors import NotFound
 
-    url = parse_url(settings.database())
-    if url.get_backend_name() == "sqlite" and not Path(str(url.database)).is_file():
-        raise NotFound(f"there is no database {url.database}; `mok db upgrade` makes one", database=str(url.database))
+    missing = missing_file(settings)
+    if missing is not None:
+        raise NotFound(f"there is no database {missing}; `mok db upgrade` makes one", database=missing)
 
 
 def _shown(settings: Settings) -> str:

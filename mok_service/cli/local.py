@@ -22,16 +22,29 @@ def open_local(data_dir: Path) -> Iterator[Local]:
 
     Raises NotFound when the folder holds none, SchemaMismatch when it's another version's.
     """
+    with open_database(data_dir, read_only=True) as db:
+        yield Local(db, load_settings(data_dir=data_dir))
+
+
+@contextmanager
+def open_database(data_dir: Path, *, read_only: bool = False) -> Iterator[Database]:
+    """The database of the folder, or of the settings. Raises NotFound when there is none, SchemaMismatch when it's another
+    version's."""
     settings = load_settings(data_dir=data_dir)
-    url = parse_url(settings.database())
-    if url.get_backend_name() == "sqlite" and not Path(str(url.database)).is_file():
+    if missing_file(settings) is not None:
         raise NotFound(f"{data_dir} holds no runs yet, and no service is running; `mok serve` starts one", data_dir=str(data_dir))
-    db = Database(settings.database(), read_only=True)
+    db = Database(settings.database(), read_only=read_only)
     try:
         check_schema(db)
-        yield Local(db, settings)
+        yield db
     finally:
         db.close()
+
+
+def missing_file(settings: Settings) -> str | None:
+    """The file of an embedded database that isn't there."""
+    url = parse_url(settings.database())
+    return str(url.database) if url.get_backend_name() == "sqlite" and not Path(str(url.database)).is_file() else None
 
 
 class Local:

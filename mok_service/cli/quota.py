@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from mok_service.cli.options import DATA_DIR, AsJson, DataDir
-
-if TYPE_CHECKING:
-    from mok_service.db.session import Database
 
 Tenant = Annotated[str, typer.Option(metavar="NAME", help="Whose quota.")]
 Limit = Annotated[str | None, typer.Option(metavar="NUMBER|none", help="The most at once; none takes the limit off.")]
@@ -29,9 +23,10 @@ def add_to(app: typer.Typer) -> None:
 
 def show(tenant: Tenant = "local", data_dir: DataDir = DATA_DIR, as_json: AsJson = False) -> None:
     """Print a tenant's limits, and what it has of each."""
+    from mok_service.cli.local import open_database
     from mok_service.runs import get_quota
 
-    with _database(data_dir) as db:
+    with open_database(data_dir) as db:
         _print(get_quota(db, tenant), as_json)
 
 
@@ -45,13 +40,14 @@ def change(
 
     What isn't named stays. Runs that go on are left alone.
     """
+    from mok_service.cli.local import open_database
     from mok_service.runs import set_quota
 
     given = {"devices": devices, "runs": runs, "queued": queued, "checkpoint_bytes": checkpoint_bytes, "jobs_a_day": jobs_a_day}
     changes: dict[str, Any] = {f"{name}_max": _limit(name, text) for name, text in given.items() if text is not None}
     if weight is not None:
         changes["weight"] = weight
-    with _database(data_dir) as db:
+    with open_database(data_dir) as db:
         _print(set_quota(db, tenant, changes), as_json)
 
 
@@ -62,22 +58,6 @@ def _limit(name: str, text: str) -> int | None:
         raise typer.BadParameter(f"{text!r} is no limit; allowed: a whole number, or none",
                                  param_hint=f"--{name.replace('_', '-')}")
     return int(text)
-
-
-@contextmanager
-def _database(data_dir: Path) -> Iterator[Database]:
-    """The database of the settings, which must be there and have this version's schema."""
-    from mok_service.cli.local import open_local
-    from mok_service.db.session import Database
-    from mok_service.settings import load_settings
-
-    with open_local(data_dir):
-        pass
-    db = Database(load_settings(data_dir=data_dir).database())
-    try:
-        yield db
-    finally:
-        db.close()
 
 
 def _print(quota: Any, as_json: bool) -> None:

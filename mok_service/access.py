@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Final, Literal, get_args
 
+from sqlalchemy import Connection
+
 from mok_service import auditlog
 from mok_service.db import access as sql
 from mok_service.db import queries, tables
@@ -101,7 +103,7 @@ def authenticate(db: Database, text: str, now: datetime | None = None) -> Princi
         row = sql.key_by_prefix(tx, match[1]) if match else None
     stored = _NO_KEY if row is None else row["secret"]
     equal = hmac.compare_digest(str(sha256(text.encode())), str(stored))
-    if row is None or not equal or row["revoked_at"] is not None or (row["expires_at"] is not None and row["expires_at"] <= at):
+    if row is None or not equal or not _is_usable(row, at):
         raise Unauthenticated("this API key isn't good here: unknown, revoked or expired")
     used = row["last_used_at"]
     if used is None or at - used >= timedelta(seconds=USED_SECONDS):
@@ -114,7 +116,12 @@ def is_good(db: Database, key_id: str) -> bool:
     """Whether a key that was good before still is."""
     with db.read() as tx:
         row, at = sql.key(tx, key_id), db.now(tx)
-    return row is not None and row["revoked_at"] is None and (row["expires_at"] is None or row["expires_at"] > at)
+    return row is not None and _is_usable(row, at)
+
+
+def _is_usable(row: queries.Row, at: datetime) -> bool:
+    """Neither revoked nor expired."""
+    return row["revoked_at"] is None and (row["expires_at"] is None or row["expires_at"] > at)
 
 
 def keys_required(settings: Settings) -> bool:
@@ -196,22 +203,21 @@ def list_keys(db: Database, by: Principal, cursor: str | None = None, limit: int
 def get_key(db: Database, by: Principal, key_id: str) -> ApiKey:
     """One key. Raises NotFound, also for another tenant's."""
     with db.read() as tx:
-        return _key_of(_visible(sql.key(tx, key_id, by.tenant) if is_id(key_id, "key") else None, by, key_id))
+        return _key_of(_visible(tx, by, key_id))
 
 
 def revoke_key(db: Database, by: Principal, key_id: str, now: datetime | None = None) -> ApiKey:
     """Ends a key at once. Again changes nothing. Raises NotFound, also for another tenant's."""
-    at = now if now is not None else db.now()
-    get_key(db, by, key_id)
     with db.write() as tx:
-        row = _visible(sql.key(tx, key_id, by.tenant), by, key_id)
+        row = _visible(tx, by, key_id)
         if row["revoked_at"] is None:
-            row["revoked_at"] = at
-            sql.update_key(tx, key_id, {"revoked_at": at})
+            row["revoked_at"] = now if now is not None else db.now(tx)
+            sql.update_key(tx, key_id, {"revoked_at": row["revoked_at"]})
     return _key_of(row)
 
 
-def _visible(row: queries.Row | None, by: Principal, key_id: str) -> queries.Row:
+def _visible(tx: Connection, by: Principal, key_id: str) -> queries.Row:
+    row = sql.key(tx, key_id, by.tenant) if is_id(key_id, "key") else None
     if row is None or row["role"] in _hidden(by):
         raise NotFound(f"there is no API key {key_id!r:.60}", key=key_id[:60])
     return row

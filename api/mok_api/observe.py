@@ -98,7 +98,7 @@ class _Exchange:
     async def _audit(self, status: int) -> None:
         """What came of a write, before the answer is sent."""
         request: auditlog.Request | None = self.scope["state"].get("audited")
-        if request is None:
+        if request is None or request.written == status:  # mostly the write itself has said so
             return
         try:
             await run_in_threadpool(request.end, status)

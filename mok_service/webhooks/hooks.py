@@ -124,14 +124,15 @@ def get_webhook(db: Database, webhook_id: str, tenant: str = "local") -> Webhook
         return _webhook_of(_webhook(tx, webhook_id, tenant))
 
 
-def delete_webhook(db: Database, webhook_id: str, tenant: str = "local", now: datetime | None = None) -> None:
-    """Ends a webhook: its secret goes, what is still in the outbox is given up. Raises NotFound."""
+def delete_webhook(db: Database, webhook_id: str, tenant: str = "local", now: datetime | None = None) -> Webhook:
+    """Ends a webhook: its secret goes, what is still in the outbox is given up; what it was. Raises NotFound."""
     at = now if now is not None else db.now()
     with db.write() as tx:
-        _webhook(tx, webhook_id, tenant)
+        found = _webhook_of(_webhook(tx, webhook_id, tenant))
         sql.update_webhook(tx, webhook_id, {"deleted_at": at, "secret": None})
         sql.give_up_pending(tx, webhook_id, at, "the webhook was deleted")
 
+    return found
 
 def deliveries(db: Database, webhook_id: str, tenant: str = "local", cursor: str | None = None,
                limit: int = 50) -> Page[Delivery]:

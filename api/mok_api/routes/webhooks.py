@@ -45,9 +45,7 @@ def get_webhook(db: Db, tenant: Tenant, webhook: WebhookId) -> Json:
 @router.delete("/v1/webhooks/{webhook}", response_model=schemas.Webhook, responses=refusals(404, 413, 415))
 def delete_webhook(db: Db, tenant: Tenant, webhook: WebhookId, _: Nothing) -> Json:
     """End a webhook. What it hasn't been told yet is given up; answers with what it was."""
-    found = webhooks.get_webhook(db, webhook, tenant)
-    webhooks.delete_webhook(db, webhook, tenant)
-    return Json(found.as_dict())
+    return Json(webhooks.delete_webhook(db, webhook, tenant).as_dict())
 
 
 @router.get("/v1/webhooks/{webhook}/deliveries", response_model=schemas.DeliveryPage, responses=refusals(404))

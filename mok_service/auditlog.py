@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Final
+from typing import Any
 
 from sqlalchemy import Connection
 
@@ -25,7 +25,6 @@ from mok_service.provenance.verify import Finding
 from mok_service.runs.rows import check_limit
 from mok_service.runs.types import time_text
 
-ADDRESS_LENGTH_MAX: Final = 64
 _current: ContextVar[Request | None] = ContextVar("audited_request", default=None)
 
 

@@ -14,9 +14,9 @@ from typing import Final
 import httpx
 
 from mok_service.errors import MokError
+from mok_service.settings import Network
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 Resolve = Callable[[str, int], Sequence[str]]
 
 # Not for everybody, though not every version of Python's tables says so: protocol assignments (one of them a cloud's metadata),

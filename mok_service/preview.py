@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime, timedelta
-from typing import Any, Final
+from typing import Any
 
+from mok_service.runs.clusters import NODE_SECONDS_MAX
 from mok_service.runs.types import Node
 from mok_service.spec import CudaDevice, JobSpec, Machine, estimate, resolve, training_digest
-
-NODE_SECONDS_MAX: Final = 120  # a node that wasn't reported for longer says nothing
 
 
 def preview(job: JobSpec) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from fastapi.routing import APIRoute
 from starlette.concurrency import run_in_threadpool
 from starlette.routing import BaseRoute
 
+from mok_api.guard import READING
 from mok_api.limits import Buckets
 from mok_service import access, auditlog, logs
 from mok_service.access import LOCAL, Permission, Principal
@@ -43,7 +44,6 @@ ROUTES: Final[dict[tuple[str, str], Permission | Literal["public"]]] = {
     ("DELETE", "/v1/webhooks/{webhook}"): "webhooks", ("GET", "/v1/webhooks/{webhook}/deliveries"): "webhooks",
     ("GET", "/v1/audit"): "audit", ("GET", "/v1/audit/head"): "audit",
 }
-READING: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 FORWARDED_MAX: Final = 20  # addresses of an X-Forwarded-For that are looked at
 _BEARER: Final = re.compile(r"Bearer +(\S{1,500})", re.IGNORECASE)
 

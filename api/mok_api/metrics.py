@@ -20,14 +20,12 @@ class Metrics:
     latency: dict[tuple[str, str], list[int]] = field(default_factory=dict)   # by bucket; the last one holds the rest
     seconds: Counter[tuple[str, str]] = field(default_factory=Counter)
     database_errors: int = 0
-    refused_keys: int = 0
 
     def observe(self, method: str, route: str, status: int, seconds: float) -> None:
         """An answer has begun."""
         self.requests[method, route, status] += 1
         self.latency.setdefault((method, route), [0] * (len(SECONDS) + 1))[bisect_left(SECONDS, seconds)] += 1
         self.seconds[method, route] += seconds  # type: ignore[assignment]  # a Counter adds floats as well
-        self.refused_keys += status == 401
 
     def text(self) -> str:
         """In Prometheus' format."""
@@ -43,7 +41,8 @@ class Metrics:
             text += f"mok_http_request_seconds_sum{_shown(labels)} {self.seconds[method, route]:.9g}\n"
             text += f"mok_http_request_seconds_count{_shown(labels)} {below}\n"
         text += metric("mok_database_errors_total", "counter", "Database errors that requests met.", {(): self.database_errors})
-        return text + metric("mok_unauthenticated_total", "counter", "Requests without a good API key.", {(): self.refused_keys})
+        refused = sum(count for (_, _, status), count in self.requests.items() if status == 401)
+        return text + metric("mok_unauthenticated_total", "counter", "Requests without a good API key.", {(): refused})
 
 
 def metric(name: str, kind: str, meaning: str, values: Mapping[Labels, float]) -> str:

@@ -51,7 +51,6 @@ class _Exchange:
         self.id = asked if self.address != peer and _ID.fullmatch(asked) else f"req_{secrets.token_hex(12)}"
         scope.setdefault("state", {})["address"] = self.address
         self.status: int | None = None
-        self.span: object = None
 
     async def run(self, receive: Receive, send: Send) -> None:
         logs.request_id.set(self.id)

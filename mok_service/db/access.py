@@ -24,11 +24,9 @@ def key(tx: Connection, key_id: str, tenant: str | None = None) -> Row | None:
     return one_row(tx, query)
 
 
-def key_page(tx: Connection, tenant: str | None, hidden_roles: Sequence[str], after: Key | None, limit: int) -> list[Row]:
-    """Up to limit + 1 keys, newest first; of all tenants for None."""
-    query = select(api_keys).where(api_keys.c.role.not_in(hidden_roles))
-    if tenant is not None:
-        query = query.where(api_keys.c.tenant == tenant)
+def key_page(tx: Connection, tenant: str, hidden_roles: Sequence[str], after: Key | None, limit: int) -> list[Row]:
+    """Up to limit + 1 keys of a tenant, newest first."""
+    query = select(api_keys).where(api_keys.c.tenant == tenant, api_keys.c.role.not_in(hidden_roles))
     return page(tx, query, api_keys, after, limit)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal, get_args
+from typing import Any, Literal
 
 from sqlalchemy import Connection
 
@@ -15,7 +15,6 @@ from mok_service.lifecycle import FINAL
 from mok_service.runs.types import time_text
 
 WebhookEvent = Literal["run.ended", "verification.done"]
-EVENTS: Final = get_args(WebhookEvent)
 
 
 def enqueue(tx: Connection, run: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> None:

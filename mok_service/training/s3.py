@@ -14,8 +14,8 @@ from typing import Any, Final
 from urllib.parse import unquote
 
 from mok_service.errors import SourceUnavailable, Unrunnable
-from mok_service.net import Network, Refused, Resolve, choose, resolve_name
-from mok_service.settings import Settings
+from mok_service.net import Refused, Resolve, choose, resolve_name
+from mok_service.settings import Network, Settings
 from mok_service.urls import scheme_of
 
 VARIABLES: Final = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_DEFAULT_REGION")

@@ -20,11 +20,12 @@ from mok_service.db import webhooks as sql
 from mok_service.db.ids import is_id, new_id
 from mok_service.db.session import Database
 from mok_service.errors import InvalidSpec, NotFound
-from mok_service.net import Network, choose
+from mok_service.net import choose
 from mok_service.runs import rows
 from mok_service.runs.outbox import WebhookEvent
 from mok_service.runs.rows import Row
 from mok_service.runs.types import Page, time_text
+from mok_service.settings import Network
 from mok_service.webhooks.signature import SECRET_PREFIX
 
 URL_LENGTH_MAX: Final = 2000
@@ -131,8 +132,8 @@ def delete_webhook(db: Database, webhook_id: str, tenant: str = "local", now: da
         found = _webhook_of(_webhook(tx, webhook_id, tenant))
         sql.update_webhook(tx, webhook_id, {"deleted_at": at, "secret": None})
         sql.give_up_pending(tx, webhook_id, at, "the webhook was deleted")
-
     return found
+
 
 def deliveries(db: Database, webhook_id: str, tenant: str = "local", cursor: str | None = None,
                limit: int = 50) -> Page[Delivery]:

@@ -8,16 +8,17 @@ from typing import Any, Final, Literal, NoReturn
 from pydantic import Field
 
 from mok_api.schemas.base import AT, DIGEST, JOB, Answer, Strict
-from mok_service.access import Permission, Role
+from mok_service.access import NAME_LENGTH_MAX, Permission, Role
 from mok_service.errors import InvalidSpec
 from mok_service.runs.outbox import WebhookEvent
+from mok_service.webhooks.hooks import URL_LENGTH_MAX
 
 NEW_API_KEY_EXAMPLE: Final[dict[str, Any]] = {"name": "ci", "role": "member", "scopes": [], "expires_at": None}
 NEW_WEBHOOK_EXAMPLE: Final[dict[str, Any]] = {"url": "https://example.org/mok", "events": ["run.ended"]}
 
 
 class NewApiKey(Strict):
-    name: str = Field(min_length=1, max_length=100)
+    name: str = Field(min_length=1, max_length=NAME_LENGTH_MAX)
     """What it's for, for people."""
     role: Role
     """viewer: looks. member: also submits, steers, verifies. admin: also keys, webhooks, audit log. operator: all tenants."""
@@ -72,7 +73,7 @@ class ApiKeyPage(Answer):
 
 
 class NewWebhook(Strict):
-    url: str = Field(min_length=1, max_length=2000)
+    url: str = Field(min_length=1, max_length=URL_LENGTH_MAX)
     """Where deliveries go: https."""
     events: list[WebhookEvent] = Field(min_length=1, max_length=10)
 

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from mok_api.schemas.base import DIGEST, JOB, RUN, Answer
+from mok_service.runs.lineage import Relation
 
 
 class Use(Answer):
@@ -15,7 +16,7 @@ class Use(Answer):
     role: str = Field(examples=["final-weights"])
     """final-weights, step-record, step-weights, step-optimizer, checkpoint-weights, checkpoint-optimizer, checkpoint-file,
     attestation; initial-weights, training-spec, data-manifest, data-file, native-library."""
-    relation: Literal["produced", "used"]
+    relation: Relation
     run: str | None = Field(examples=[RUN])
     job: str | None
     step: int | None = Field(examples=[40])

@@ -44,7 +44,7 @@ def verify(tenant: Tenant = None, url: Url = None, data_dir: DataDir = DATA_DIR,
     Every entry, their order, and that the log seen last by this user is its beginning. Exits 0 for INTACT, 4 for TAMPERED.
     """
     from mok_service.cli.following import tell_verdict
-    from mok_service.cli.proof import _remember, _seen, seen_file
+    from mok_service.cli.seen import remember, seen_at, seen_file
     from mok_service.provenance.auditlog import check_audit_log
 
     with reader(url, data_dir) as source:
@@ -53,7 +53,7 @@ def verify(tenant: Tenant = None, url: Url = None, data_dir: DataDir = DATA_DIR,
         found = [entry for entry in source.audit_entries(tenant=tenant) if entry["number"] < head["length"]]
     name = hashlib.sha256(head["tenant"].encode()).hexdigest()[:16]
     place = seen_file(url, data_dir).with_suffix(f".audit-{name}.json")
-    finding = check_audit_log(head["tenant"], head, found, _seen(place))
+    finding = check_audit_log(head["tenant"], head, found, seen_at(place))
     if finding.verdict == "INTACT":
-        _remember(place, head)
+        remember(place, head)
     tell_verdict(finding.as_dict(), as_json)

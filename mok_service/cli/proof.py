@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -117,12 +114,13 @@ def verify(key: KeyFile = None, url: Url = None, data_dir: DataDir = DATA_DIR, a
     INTACT, 4 for TAMPERED, 5 for INCONCLUSIVE.
     """
     from mok_service.cli.following import tell_verdict
+    from mok_service.cli.seen import remember, seen_at, seen_file
     from mok_service.errors import NotFound
     from mok_service.provenance.attested import check_log
     from mok_service.provenance.verify import Finding
 
     place = seen_file(url, data_dir)
-    seen = _seen(place)
+    seen = seen_at(place)
     with reader(url, data_dir) as source:
         try:
             head = source.log_head()
@@ -133,7 +131,7 @@ def verify(key: KeyFile = None, url: Url = None, data_dir: DataDir = DATA_DIR, a
         else:
             finding = check_log(head, source.log_entries(), trusted_keys(source, key), seen)
             if finding.verdict == "INTACT":
-                _remember(place, head)
+                remember(place, head)
     tell_verdict(finding.as_dict(), as_json)
 
 
@@ -145,32 +143,3 @@ def trusted_keys(source: Client | Local, file: Path | None) -> dict[str, PublicK
         return public_keys(file)
     own = "".join(key["pem"] for key in source.signing_keys())
     return public_keys_of(own, "the service's list of keys") if own else {}
-
-
-# ---- What this user saw last -----------------------------------------------------------------------------------------
-
-def seen_file(url: str | None, data_dir: Path) -> Path:
-    """Where the last head of a service is kept: by its address, or by its data folder, whose service changes addresses."""
-    base = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
-    server = url.rstrip("/") if url else str(data_dir.resolve())
-    return base / "mok" / "heads" / f"{hashlib.sha256(server.encode()).hexdigest()}.json"
-
-
-def _seen(path: Path) -> dict[str, Any] | None:
-    from mok_service.errors import InvalidSpec
-
-    try:
-        value = json.loads(path.read_text())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise InvalidSpec(f"{path}, which keeps the log's head as seen last, can't be read ({error}); remove it to begin anew",
-                          file=str(path)) from None
-    return dict(value)
-
-
-def _remember(path: Path, head: dict[str, Any]) -> None:
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(head) + "\n")
-    partial.replace(path)

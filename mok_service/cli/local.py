@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from mok_service import auditlog, jobs, runs
 from mok_service.db.session import Database, check_schema, parse_url
@@ -14,6 +14,7 @@ from mok_service.settings import Settings, load_settings
 
 CHUNK_BYTES: Final = 1 << 20
 ITEMS_MAX: Final = 1000
+T = TypeVar("T")
 
 
 @contextmanager
@@ -74,18 +75,12 @@ class Local:
         return runs.find_digest(self._db, digest).as_dict()
 
     def steps(self, run_id: str, after: int = -1) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
-        while page := runs.steps(self._db, run_id, after, ITEMS_MAX):
-            found += [step.as_dict() for step in page]
-            after = page[-1].record.step
-        return found
+        found = _all(lambda last: runs.steps(self._db, run_id, last, ITEMS_MAX), after, lambda step: step.record.step)
+        return [step.as_dict() for step in found]
 
     def logs(self, run_id: str, after: int = 0) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
-        while page := runs.logs(self._db, run_id, after, ITEMS_MAX):
-            found += [line.as_dict() for line in page]
-            after = page[-1].number
-        return found
+        found = _all(lambda last: runs.logs(self._db, run_id, last, ITEMS_MAX), after, lambda line: line.number)
+        return [line.as_dict() for line in found]
 
     def checkpoints(self, run_id: str) -> list[dict[str, Any]]:
         return [checkpoint.as_dict() for checkpoint in runs.checkpoints(self._db, run_id)]
@@ -109,21 +104,15 @@ class Local:
         return runs.log_head(self._db)
 
     def log_entries(self, after: int = -1) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
-        while page := runs.log_entries(self._db, after, ITEMS_MAX):
-            found += [entry.as_dict() for entry in page]
-            after = page[-1].index
-        return found
+        found = _all(lambda last: runs.log_entries(self._db, last, ITEMS_MAX), after, lambda entry: entry.index)
+        return [entry.as_dict() for entry in found]
 
     def log_proof(self, size: int, *, index: int | None = None, old_size: int | None = None) -> list[str]:
         return runs.log_proof(self._db, size, index=index, old_size=old_size)
 
     def audit_entries(self, after: int = -1, *, tenant: str | None = None) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
-        while page := auditlog.entries(self._db, tenant or "local", after, ITEMS_MAX):
-            found += page
-            after = page[-1]["number"]
-        return found
+        return _all(lambda last: auditlog.entries(self._db, tenant or "local", last, ITEMS_MAX), after,
+                    lambda entry: int(entry["number"]))
 
     def audit_head(self, *, tenant: str | None = None) -> dict[str, Any]:
         return auditlog.head(self._db, tenant or "local")
@@ -137,3 +126,12 @@ class Local:
                     yield piece
         except OSError:
             raise NotFound(f"{name!r} of the checkpoint of step {step} isn't in the store", name=name) from None
+
+
+def _all(page_after: Callable[[int], Sequence[T]], after: int, number: Callable[[T], int]) -> list[T]:
+    """What all pages hold: each begins after the number of the last one before."""
+    found: list[T] = []
+    while page := page_after(after):
+        found += page
+        after = number(page[-1])
+    return found

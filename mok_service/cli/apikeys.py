@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mok_service.cli.options import DATA_DIR, AsJson, DataDir
+from mok_service.cli.options import DATA_DIR, AsJson, DataDir, one_of
 
 if TYPE_CHECKING:
     from mok_service.access import Principal
@@ -45,12 +45,10 @@ def create(
     from mok_service.auditlog import audited
     from mok_service.render import print_json, show
 
-    if role not in ROLES:
-        raise typer.BadParameter(f"{role!r} is no role; allowed: {', '.join(ROLES)}", param_hint="--role")
+    one_of(role, ROLES, "role", "--role")
     scopes = scope or []
     for one in scopes:
-        if one not in PERMISSIONS:
-            raise typer.BadParameter(f"{one!r} is no permission; allowed: {', '.join(PERMISSIONS)}", param_hint="--scope")
+        one_of(one, PERMISSIONS, "permission", "--scope")
     ends = None if days is None else datetime.now(UTC) + timedelta(days=days)
     with _database(data_dir) as db, audited(_request(db, tenant, "create")):
         made, text = create_key(db, _admin(tenant), name=name, role=role, scopes=scopes,  # type: ignore[arg-type]

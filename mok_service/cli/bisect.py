@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mok_service.cli.options import DATA_DIR, AsJson, DataDir, Url
+from mok_service.cli.options import DATA_DIR, AsJson, DataDir, Url, data_roots, one_of
 
 Device = Annotated[str | None, typer.Option(metavar="cpu|cuda", help="Computes the first again; default: as in its spec.")]
 Threads = Annotated[int | None, typer.Option(min=0, help="CPU threads for the first; 0 for all.")]
@@ -52,11 +52,10 @@ def bisect(
     from mok_service.training.bisect_records import Machine, Recorded, bisect_records
     from mok_service.training.sources import Sources
 
-    for value, option in ((isa, "--isa"), (against_isa, "--against-isa")):
-        if value not in ISAS:
-            raise typer.BadParameter(f"{value!r}; allowed: {', '.join(ISAS)}", param_hint=option)
+    one_of(isa, ISAS, "instruction set", "--isa")
+    one_of(against_isa, ISAS, "instruction set", "--against-isa")
     settings = load_settings()
-    roots = data or list(settings.data_roots) or [Path.cwd()]
+    roots = data_roots(data, settings)
     machines = [Machine(device, threads, isa, library), Machine(against_device, against_threads, against_isa, against_library)]
     arguments = [first] if second is None else [first, second]
     with executions(arguments, url, data_dir) as opened, render.StepProgress("bisect", 1, quiet=as_json) as bar:

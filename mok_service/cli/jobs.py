@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mok_service.cli.options import DATA_DIR, AsJson, DataDir, RunArgument, Url, own_key, reader, run_id, service
+from mok_service.cli.options import DATA_DIR, AsJson, DataDir, RunArgument, Url, given, own_key, reader, run_id, service
 
 if TYPE_CHECKING:
     from mok_service.spec import JobSpec
@@ -94,8 +94,7 @@ def rerun(
     from mok_service.cli.following import exit_for_verdict, follow
     from mok_service.render import print_json, show
 
-    wish: dict[str, Any] = {"threads": threads, "micro_batches": micro_batches, "device": device}
-    execution = {name: value for name, value in wish.items() if value is not None}
+    execution = given(threads=threads, micro_batches=micro_batches, device=device)
     with service(url, data_dir) as client:
         original = client.run(run_id(client, run))
         made = client.create_run(original["job"], execution or None, original["id"])

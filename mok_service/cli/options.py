@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -15,6 +15,7 @@ import typer
 if TYPE_CHECKING:
     from mok_service.cli.local import Local
     from mok_service.client import Client
+    from mok_service.settings import Settings
 
 Url = Annotated[str | None, typer.Option("--url", envvar="MOK_URL", show_envvar=True, metavar="URL",
                                          help="Address of the service; default: that of the one that holds the data folder.")]
@@ -86,3 +87,19 @@ def point_in_time(text: str | None, option: str) -> datetime | None:
     except (ValueError, OverflowError):
         raise typer.BadParameter(f"{text!r} is no time; allowed: 2026-12-01, 2026-12-01T10:00, or 90m, 12h, 7d ago",
                                  param_hint=option) from None
+
+
+def one_of(value: str | None, allowed: Collection[str], kind: str, option: str) -> None:
+    """Raises BadParameter for a value of an option that isn't allowed; none is."""
+    if value is not None and value not in allowed:
+        raise typer.BadParameter(f"{value!r} is no {kind}; allowed: {', '.join(allowed)}", param_hint=option)
+
+
+def given(**keys: Any) -> dict[str, Any]:
+    """The keys that have a value."""
+    return {name: value for name, value in keys.items() if value is not None}
+
+
+def data_roots(folders: Sequence[Path] | None, settings: Settings) -> list[Path]:
+    """Where data files lie: the folders that an option names, else the settings', else the working folder."""
+    return list(folders or settings.data_roots or [Path.cwd()])

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mok_service.cli.options import DATA_DIR, AsJson, DataDir, RunArgument, Url, point_in_time, reader, run_id, service
+from mok_service.cli.options import DATA_DIR, AsJson, DataDir, RunArgument, Url, one_of, point_in_time, reader, run_id, service
 
 
 def add_to(app: typer.Typer) -> None:
@@ -46,12 +46,9 @@ def list_runs(
     from mok_service.runs.types import RUN_KINDS
     from mok_service.spec import PRESETS
 
-    if status is not None and status not in STATUSES:
-        raise typer.BadParameter(f"{status!r} is no state; allowed: {', '.join(STATUSES)}", param_hint="--status")
-    if kind is not None and kind not in RUN_KINDS:
-        raise typer.BadParameter(f"{kind!r} is no kind; allowed: {', '.join(RUN_KINDS)}", param_hint="--kind")
-    if model is not None and model not in PRESETS:
-        raise typer.BadParameter(f"{model!r} is no preset; allowed: {', '.join(PRESETS)}", param_hint="--model")
+    one_of(status, STATUSES, "state", "--status")
+    one_of(kind, RUN_KINDS, "kind", "--kind")
+    one_of(model, PRESETS, "preset", "--model")
     times = {"since": point_in_time(since, "--since"), "until": point_in_time(until, "--until")}
     with reader(url, data_dir) as source:
         page = source.runs(status=status, job=job, digest=digest, kind=kind, name=name, model=model, seed=seed,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mok_service.cli.options import DATA_DIR, DataDir
+from mok_service.cli.options import DATA_DIR, DataDir, given
 
 if TYPE_CHECKING:
     from mok_service.settings import Settings
@@ -57,7 +57,6 @@ def _settings(data_dir: Path, host: str | None = None, port: int | None = None) 
     from mok_service.access import refuse_without_database
     from mok_service.settings import load_settings
 
-    given: dict[str, Any] = {"data_dir": data_dir, "host": host, "port": port}
-    settings = load_settings(**{name: value for name, value in given.items() if value is not None})
+    settings = load_settings(**given(data_dir=data_dir, host=host, port=port))
     refuse_without_database(settings)
     return settings

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mok_service.cli.jobs import SpecArgument, read_spec
-from mok_service.cli.options import AsJson
+from mok_service.cli.options import AsJson, data_roots, given
 
 if TYPE_CHECKING:
     from mok_service.spec import JobSpec
@@ -43,8 +43,7 @@ def train(
     """
     from mok_service.render import StepProgress, print_json, show
 
-    wish = {"device": device, "threads": threads, "micro_batches": micro_batches}
-    job = prepare(read_spec(spec), {name: value for name, value in wish.items() if value is not None}, out, resume)
+    job = prepare(read_spec(spec), given(device=device, threads=threads, micro_batches=micro_batches), out, resume)
     trainer = open_trainer(job, out, data_root or [])
     steps = job.training.steps
     with StepProgress(job.training.name, steps, quiet=as_json) as progress, stopping_between_steps() as stop_wanted:
@@ -87,7 +86,7 @@ def prepare(job: JobSpec, execution: dict[str, Any], out: Path | None, resume: b
     return job
 
 
-def open_trainer(job: JobSpec, out: Path | None, data_roots: list[Path]) -> Trainer:
+def open_trainer(job: JobSpec, out: Path | None, folders: list[Path]) -> Trainer:
     """Data, kernels and checkpoints of a job, ready to step."""
     from mok_service.kernels import load_backend
     from mok_service.settings import load_settings
@@ -98,7 +97,7 @@ def open_trainer(job: JobSpec, out: Path | None, data_roots: list[Path]) -> Trai
     from mok_service.training.sources import Sources
 
     settings = load_settings()
-    roots = data_roots or list(settings.data_roots) or [Path.cwd()]
+    roots = data_roots(folders, settings)
     corpus = open_corpus(job.training.data, roots, job.training.model.vocabulary_size, sources=Sources.of(settings))
     backend = load_backend(job.execution.device, threads=job.execution.threads, own_stream=True)
     store = None if out is None else CheckpointStore(out)

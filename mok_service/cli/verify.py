@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from mok_service.cli.options import DATA_DIR, AsJson, DataDir, KeyFile, RunArgument, Url, reader, run_id, service
+from mok_service.cli.options import (
+    DATA_DIR,
+    AsJson,
+    DataDir,
+    KeyFile,
+    RunArgument,
+    Url,
+    data_roots,
+    given,
+    reader,
+    run_id,
+    service,
+)
 
 if TYPE_CHECKING:
     from mok_service.cli.local import Local
@@ -59,7 +71,7 @@ def verify(
     """
     from mok_service.cli.following import exit_for_verification, follow_verification, tell_verdict
 
-    execution, theirs = _given(device=device, threads=threads), _given(device=against_device, threads=against_threads)
+    execution, theirs = given(device=device, threads=threads), given(device=against_device, threads=against_threads)
     _refuse_what_does_not_go_together(level, segments is not None or seed is not None, bool(execution))
     if level is not Level.BISECT and (against is not None or theirs):
         raise typer.BadParameter("--against and the like go with --level bisect", param_hint="--level")
@@ -85,10 +97,6 @@ def verify(
         exit_for_verification(follow_verification(client, asked, quiet=as_json), as_json)
 
 
-def _given(**keys: Any) -> dict[str, Any]:
-    return {name: value for name, value in keys.items() if value is not None}
-
-
 def _refuse_what_does_not_go_together(level: Level, drawing: bool, executing: bool) -> None:
     if drawing and level is not Level.AUDIT:
         raise typer.BadParameter("--segments and --seed go with --level audit", param_hint="--level")
@@ -97,7 +105,7 @@ def _refuse_what_does_not_go_together(level: Level, drawing: bool, executing: bo
 
 
 def compute_folder(folder: Path, key: Path | None, level: Literal["audit", "rerun"], segments: int | None, seed: int | None,
-                   execution: dict[str, Any], data_roots: list[Path], as_json: bool) -> dict[str, Any]:
+                   execution: dict[str, Any], folders: list[Path], as_json: bool) -> dict[str, Any]:
     """Audit or rerun of an exported run on this machine, by its files, the trusted keys and the data alone."""
     from mok_service.provenance.chain import StepRecord
     from mok_service.provenance.keys import public_keys
@@ -107,7 +115,7 @@ def compute_folder(folder: Path, key: Path | None, level: Literal["audit", "reru
     from mok_service.training.sources import Sources
 
     settings = load_settings()
-    roots = data_roots or list(settings.data_roots) or [Path.cwd()]
+    roots = data_roots(folders, settings)
     trusted = {} if key is None else public_keys(key)
     with StepProgress(f"{level} of {folder}", 1, quiet=as_json) as progress:
         def told(record: StepRecord, done: int, of: int) -> None:

@@ -18,10 +18,11 @@ from mok_service.kernels.native import NativeBackend
 from mok_service.provenance.manifest import DataManifest
 from mok_service.provenance.verify import Ending
 from mok_service.spec import JobSpec, override_execution
-from mok_service.training.bisect import Side, bisect, require_same_training
+from mok_service.training.bisect import Side, _held_findings, bisect, require_same_training
 from mok_service.training.bisect_report import Report
 from mok_service.training.loop import Trainer
-from mok_service.training.trace import TracingBackend
+from mok_service.training.parameters import LogicalTensor
+from mok_service.training.trace import Held, TracingBackend
 from tests.training.jobs import corpus_of, job
 from tests.training.planted import Execution, Plant, PlantedBackend
 
@@ -295,3 +296,11 @@ def test_other_micro_batches_name_the_state(tmp_path: Path) -> None:
     assert (report.verdict, report.step, report.operation) == ("DIVERGED", 3, None)
     assert report.state is not None and report.state.element.first_bits != report.state.element.second_bits
     assert "is another one on either side" in report.notes[-1]
+
+
+def test_inputs_of_two_shapes_are_reported() -> None:
+    """A routing that changed between two operations gives the next one other numbers of rows: their common part is compared."""
+    part = {"a": [LogicalTensor("w", (2, 2), 0)]}
+    held = [Held(0, inputs={"a": rows}, parts=part) for rows in (torch.zeros(4, 2), torch.ones(3, 2))]
+    [found] = _held_findings(held, "inputs")
+    assert (found.argument, found.differing, found.elements) == ("a", 6, 6)

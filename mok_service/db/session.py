@@ -50,6 +50,8 @@ class Database:
         self.dialect: Final = self.url.get_backend_name()
         self.read_only: Final = read_only
         self._clock = clock
+        # Called after each transaction of this process that wrote, in its thread: so that others needn't wait to look for news.
+        self.after_write: Final[list[Callable[[], None]]] = []
         # SQLite has one writer: threads of this process queue here, so that only other processes meet its busy handler.
         self._writer: threading.Lock | None = None
         if self.dialect == "sqlite":
@@ -69,6 +71,8 @@ class Database:
                 action = before_commit.get()
                 if action is not None:
                     action(connection)
+        for tell in self.after_write:
+            tell()
 
     @contextmanager
     def read(self) -> Iterator[Connection]:

@@ -38,6 +38,22 @@ def test_a_failed_transaction_leaves_nothing(db: Database) -> None:
     assert runs.nodes(db) == []
 
 
+def test_who_waits_for_news_hears_of_what_was_committed_and_of_nothing_else(db: Database) -> None:
+    heard: list[int] = []
+    db.after_write.append(lambda: heard.append(len(runs.nodes(db))))
+    insert = text("INSERT INTO nodes VALUES ('n', 'w', '{}', '{}', '2026-01-01 00:00:00')")
+    with pytest.raises(RuntimeError), db.write() as tx:
+        tx.execute(insert)
+        raise RuntimeError
+    with db.read() as tx:
+        tx.execute(text("SELECT 1"))
+    assert heard == []
+    with db.write() as tx:
+        tx.execute(insert)
+        assert heard == []
+    assert heard == [1], "it's committed by then, and can be read"
+
+
 def test_readers_see_one_snapshot_while_others_write(db: Database, clock: Clock) -> None:
     submit(db, name="before")
     count = text("SELECT count(*) FROM jobs")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,22 @@ def test_an_edited_or_new_source_shows_and_going_back_is_clean(checkout: Path) -
 def test_a_folder_that_is_no_checkout_has_no_commit(tmp_path: Path) -> None:
     assert env.git(tmp_path) is None
     assert env.git(None) is None
+
+
+def test_every_installed_package_is_listed_as_the_standard_library_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder, text in {
+        "new_One.dist-info/METADATA": "Metadata-Version: 2.1\nName: new_One\nVersion: 1.2 \n\nVersion: 9\n",
+        "old.egg-info/PKG-INFO": "Name:old\nVersion:\t3\n", "nameless.dist-info/METADATA": "Version: 4\n",
+    }.items():
+        (tmp_path / folder).parent.mkdir()
+        (tmp_path / folder).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = env.packages()
+    assert (found["new-one"], found["old"]) == ("1.2", "3")
+    for name in ("torch", "ray", "pydantic-core", "sqlalchemy"):
+        assert found[name] == metadata.version(name)
 
 
 @pytest.mark.parametrize(("wanted", "indexes"), [

@@ -73,6 +73,16 @@ class Settings(BaseSettings):
     """How long a run that is told to stop may go on; then its worker is ended."""
     shutdown_seconds_max: float = Field(default=10.0, ge=0.1, le=600.0)
     """How long the service waits for its parts when it stops; then it ends them."""
+    actors_ready: int = Field(default=0, ge=0, le=1024)
+    """Processes for attempts on CPUs that are ready on each node before they are needed."""
+    actors_kept_max: int = Field(default=4, ge=0, le=1024)
+    """Idle processes that are kept on each node for further attempts; 0: each attempt gets a new one."""
+    actor_idle_seconds: float = Field(default=300.0, ge=0.0, le=86_400.0)
+    """How long one of them is kept; `actors_ready` stay."""
+    actor_runs_max: int = Field(default=100, ge=1, le=1_000_000)
+    """Attempts that a process executes; then it's ended."""
+    actor_gib_max: float = Field(default=1.0, ge=0.1, le=1024.0)
+    """Resident memory in GiB that a process may keep after an attempt; one that has more is ended."""
     signing_key: Path | None = None
     """File of the key that signs attestations, mode 0600; unset: keys/signing.pem in the data folder. Made on first use."""
     event_seconds: float = Field(default=15.0, ge=0.1, le=300.0)

@@ -236,6 +236,9 @@ class SimulatedHandle:
         if not (self._machines.faulty and self._machines.choose.random() < 0.05) and self._worker.stop_at is None:
             self._worker.stop_at = self._machines.now
 
+    def release(self) -> None:
+        self.end()
+
     def end(self) -> None:
         self._machines.settle()
         self._machines.kill(self._worker)
@@ -266,6 +269,9 @@ class SimulatedCluster:
     def end(self, name: str) -> None:
         if name in self._machines.workers:
             self._machines.kill(self._machines.workers[name])
+
+    def tend(self) -> None:
+        pass
 
     def close(self) -> None:
         pass

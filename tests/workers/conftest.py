@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from mok_workers.cluster import RayCluster
-from tests.workers.fakes import Opens
+from tests.workers.fakes import Opens, nothing, unchanged
 from tests.workers.world import World
 
 
 @pytest.fixture(scope="session")
 def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
     """One Ray for all tests, started with a secret in the environment."""
-    cluster = RayCluster(tmp_path_factory.mktemp("ray"), Opens(), seconds_max=0.2)
+    cluster = RayCluster(tmp_path_factory.mktemp("ray"), Opens(), seconds_max=0.2, measure=unchanged, load=nothing)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOK_DATABASE_URL", "postgresql://user:hunter2@host/name")
         cluster.start()

@@ -126,6 +126,15 @@ class FakeTraining:
         raise {"crash": OSError(28, "No space left on device"), "memory": MemoryError("no more")}[fault]
 
 
+def unchanged() -> object:
+    """What the programs of an actor are measured as, in a work tree that people edit while it's tested."""
+    return None
+
+
+def nothing() -> None:
+    """What an actor loads."""
+
+
 class Opens:
     """Opens fake trainings that share faults and a gate."""
 

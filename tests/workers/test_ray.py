@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from mok_service import runs
-from mok_workers import cluster
+from mok_workers import placed
 from mok_workers.cluster import OBJECT_STORE_BYTES, RayCluster, temp_folder
 from mok_workers.messages import Lost, Seen
 from mok_workers.scheduler import Scheduler
@@ -85,7 +85,7 @@ def test_an_actor_killed_for_memory_fails_for_memory(
     run_id = world.submit(steps=1100)  # more than may be unread: it was heard of before it is killed
     world.until(lambda: world.run(run_id).status == "running")
     counter = itertools.count(1)
-    monkeypatch.setattr(cluster, "memory_kills", lambda: next(counter))  # as if the kernel had just killed another one
+    monkeypatch.setattr(placed, "memory_kills", lambda: next(counter))  # as if the kernel had just killed another one
     run = world.ended(run_id)
     assert (run.status, run.stop_reason) == ("failed", "out_of_memory")
 
@@ -103,6 +103,7 @@ def test_a_cancelled_run_frees_its_devices_first(make_ray_world: Callable[[Opens
 
 def test_an_actor_that_nobody_asks_leaves_by_itself(ray_cluster: RayCluster, tmp_path: Path) -> None:
     ray_cluster._opens = Opens()
+    ray_cluster.nodes()
     handle = ray_cluster.place(replace(payload(tmp_path, steps=100_000), name="run_left-1", lease_seconds=30.0))
     handle.ask(Seen(), 2.0)
     until(lambda: handle.poll() is not None)

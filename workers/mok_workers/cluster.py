@@ -6,22 +6,21 @@ import hashlib
 import os
 import secrets
 import shutil
-import socket
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
-
-import psutil
+from typing import Final, Protocol
 
 from mok_service.environment import VARIABLES, gpus, usable_cores
 from mok_service.placement import NodeSize
-from mok_workers.actor import CALLS_AT_ONCE_MAX, TrainActor
+from mok_workers.actor import Measure, load_here, measure_here
 from mok_workers.attempt import Attempt, Open
 from mok_workers.messages import RECORDS_A_REPLY_MAX, Lost, Payload, Reply, Seen
-from mok_workers.supervisor import runs
+from mok_workers.placed import ACTOR_NAMES, RayActors, RayHandle
+from mok_workers.pool import NONE_KEPT, Limits, Pool, Worker
 
 NAMESPACE: Final = "mok"                # schedulers of one cluster find each other's placement groups by name
 OBJECT_STORE_BYTES: Final = 100 << 20   # replies are small; Ray's own least is 75 MiB
@@ -65,11 +64,14 @@ class Handle(Protocol):
     def stop(self) -> None:
         """Ask the attempt to stop after the step it is computing, with a checkpoint."""
 
+    def release(self) -> None:
+        """After the answer that it is done: give its devices back. Its process may execute other attempts."""
+
     def end(self) -> None:
         """End the attempt's process and give its devices back; also when it is gone already."""
 
     def gone(self) -> bool:
-        """After `end`: whether the process has ended and the devices are free."""
+        """After `release` or `end`: whether nothing of the attempt runs any more, and the devices are free."""
 
 
 class Cluster(Protocol):
@@ -79,13 +81,16 @@ class Cluster(Protocol):
         """What is there in all, by live node. Raises ClusterLost when there is none."""
 
     def place(self, payload: Payload) -> Handle:
-        """Make a placement group and an actor named after the attempt. Doesn't wait for either."""
+        """Make a placement group named after the attempt, and find a process for it. Doesn't wait for either."""
 
     def names(self) -> set[str]:
         """The attempts that hold devices, whoever placed them."""
 
     def end(self, name: str) -> None:
-        """Give back what the attempt of this name holds."""
+        """Give back what the attempt of this name holds, and end its process."""
+
+    def tend(self) -> None:
+        """Look after the processes that have no attempt; to be called every few seconds."""
 
     def close(self) -> None:
         """End everything."""
@@ -104,16 +109,22 @@ class RayCluster:
     def __init__(
         self, folder: Path, opens: Open, *, logs: Path | None = None, records_max: int = RECORDS_A_REPLY_MAX,
         seconds_max: float = 1.0, address: str | None = None, token: Path | None = None,
-        variables: frozenset[str] = frozenset(),
+        variables: frozenset[str] = frozenset(), kept: Limits = NONE_KEPT, news: Callable[[], None] = lambda: None,
+        measure: Measure = measure_here, load: Callable[[], None] = load_here,
     ) -> None:
         """`folder`: where Ray may keep its files, if the path is short enough; its logs end up in `logs`.
 
         An attempt answers when it has something to tell, at the latest after `seconds_max`, with at most `records_max` records.
-        Workers see `variables` besides the allow-list.
+        Workers see `variables` besides the allow-list. `kept`: which processes are there without an attempt; they `load` what
+        attempts need, and execute none once `measure` differs from what it was. `news` is called, by any thread, when the
+        scheduler shall look at once.
         """
         self._variables = variables
         self._folder, self._opens, self._logs, self._limits = folder, opens, logs, (records_max, seconds_max)
-        self._address, self._token = address, token
+        self._address, self._token, self._news = address, token, news
+        self._actors = RayActors(measure, load)
+        self._pool = Pool(self._actors, kept, time.monotonic)
+        self._cpu_nodes: list[str] = []
 
     def start(self) -> None:
         if self._address is not None:
@@ -145,23 +156,25 @@ class RayCluster:
         alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
         if not alive:
             raise ClusterLost("no node of the Ray cluster is alive")
+        self._cpu_nodes = [node["NodeID"] for node in alive if node["Resources"].get("CPU", 0)]
         return [
             NodeSize(node["NodeManagerHostname"], int(node["Resources"].get("CPU", 0)), int(node["Resources"].get("GPU", 0)))
             for node in alive
         ]
 
     def place(self, payload: Payload) -> Handle:
-        import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        devices = payload.devices
+        devices, worker = payload.devices, None
         group = placement_group([{"CPU": devices.cpus, "GPU": devices.gpus}], strategy="STRICT_PACK", name=payload.name)
-        actor = ray.remote(TrainActor).options(
-            name=payload.name, num_cpus=devices.cpus, num_gpus=devices.gpus, max_restarts=0, max_task_retries=0,
-            max_concurrency=CALLS_AT_ONCE_MAX, scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
-        ).remote(payload, self._opens)
-        return RayHandle(group, actor, self._limits)
+        if devices.gpus:  # Ray shows a process the GPUs that it was bound to when it started
+            worker = Worker(self._actors.actor(
+                num_cpus=devices.cpus, num_gpus=devices.gpus, scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
+            ), "")
+        return RayHandle(
+            payload, self._opens, group, self._pool, self._limits, worker=worker, nodes=self._cpu_nodes, news=self._news
+        )
 
     def names(self) -> set[str]:
         from ray.util.placement_group import placement_group_table
@@ -174,102 +187,19 @@ class RayCluster:
 
         with suppress(ValueError):  # there is no such group any more
             remove_placement_group(ray.util.get_placement_group(name))
+        for actor in ray.util.list_named_actors():
+            if actor.startswith(ACTOR_NAMES):
+                with suppress(ValueError):  # it's gone
+                    ray.get_actor(actor).leave.remote(name)
+
+    def tend(self) -> None:
+        self._pool.tend(self._cpu_nodes)
 
     def close(self) -> None:
         import ray
 
         ray.shutdown()
         put_away(self._folder, self._logs)
-
-
-class RayHandle:
-    def __init__(self, group: Any, actor: Any, limits: tuple[int, float]) -> None:
-        self._group, self._actor, self._limits = group, actor, limits
-        self._call: Any = None
-        self._process: psutil.Process | None = None  # of the actor, when it is on this machine
-        self._memory_kills = memory_kills()
-        self._ended = self._dead = False
-
-    def ask(self, seen: Seen, lease_seconds: float) -> None:
-        if self._call is None:
-            self._call = self._actor.advance.remote(seen, *self._limits, lease_seconds)
-
-    def poll(self) -> Reply | Lost | None:
-        answer: Reply | Lost | None = self._answer()
-        if isinstance(answer, Reply):
-            self._memory_kills = memory_kills()
-            if answer.started is not None:
-                self._process = _local_process(answer.started.placement)
-        return answer
-
-    def _answer(self) -> Any:
-        """What the open call returned, Lost when the actor is dead, None while there is nothing."""
-        import ray
-        from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
-
-        if self._call is None or not ray.wait([self._call], timeout=0)[0]:
-            return None
-        call, self._call = self._call, None
-        try:
-            return ray.get(call)
-        except RayTaskError as error:
-            return Lost("failed", f"the worker failed to answer: {error.cause}")
-        except RayError as error:
-            self._dead = True
-            memory = isinstance(error, OutOfMemoryError) or "NODE_OUT_OF_MEMORY" in str(error)
-            if self._process is not None and memory_kills() > self._memory_kills:
-                memory = True  # the kernel killed something for memory since this worker was last heard of
-            return Lost("out_of_memory" if memory else "worker_lost", _sentence(error))
-
-    def stop(self) -> None:
-        self._actor.stop.remote(True)
-
-    def end(self) -> None:
-        import ray
-        from ray.util.placement_group import remove_placement_group
-
-        if not self._ended:
-            self._ended = True
-            ray.kill(self._actor, no_restart=True)
-            remove_placement_group(self._group)
-
-    def gone(self) -> bool:
-        from ray.util.placement_group import placement_group_table
-
-        assert self._ended, "end it first"
-        if not self._dead:  # a call fails once the actor is dead, and not before
-            if self._call is None:
-                self._call = self._actor.stop.remote(False)
-            self._answer()
-            return False
-        if self._process is not None and runs(self._process):
-            return False
-        return str(placement_group_table(self._group)["state"]) == "REMOVED"
-
-
-def _sentence(error: Exception) -> str:
-    """Ray's message on one line, without what is of no use to anyone."""
-    lines = (line.strip() for line in str(error).partition(" Some common causes")[0].splitlines())
-    kept = [line for line in lines if line and not line.startswith(("class_name:", "actor_id:", "namespace:", "name:"))]
-    return " ".join(kept)[:1000]
-
-
-def memory_kills() -> int:
-    """How many processes the kernel of this machine has killed for memory since it started."""
-    with suppress(OSError):
-        for line in Path("/proc/vmstat").read_text().splitlines():
-            name, _, value = line.partition(" ")
-            if name == "oom_kill":
-                return int(value)
-    return 0
-
-
-def _local_process(placement: Mapping[str, Any]) -> psutil.Process | None:
-    if placement.get("host") != socket.gethostname():
-        return None
-    with suppress(psutil.Error):
-        return psutil.Process(placement["pid"])
-    return None
 
 
 def temp_path(wanted: Path) -> Path:
@@ -349,6 +279,9 @@ class InProcessHandle:
         self.lost = Lost("worker_lost", "the worker was killed")
         self.attempt.stop(checkpoint=False)
 
+    def release(self) -> None:
+        self.end()
+
     def end(self) -> None:
         self.kill()
 
@@ -390,6 +323,9 @@ class InProcessCluster:
 
     def end(self, name: str) -> None:
         self.handles[name].end()
+
+    def tend(self) -> None:
+        pass
 
     def close(self) -> None:
         for handle in self.handles.values():

@@ -86,6 +86,19 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked of an attempt: what came after `seen`, at most `max_records` of it, after at most `max_seconds`.
+
+    The attempt ends by itself when no other question comes within `lease_seconds`.
+    """
+
+    seen: Seen
+    max_records: int
+    max_seconds: float
+    lease_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Failure:
     """Why an attempt failed. `reason` is set when trying again would fail the same way: the run then fails with it."""
 
@@ -129,6 +142,21 @@ class Reply:
             lines=self.lines[-1].sequence + 1 if self.lines else seen.lines,
             doing=self.doing or seen.doing,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A process that is up won't execute an attempt, and has done nothing of it: another one must."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resting:
+    """What a process without an attempt says of itself."""
+
+    resident_bytes: int
+    available: float             # the part of its machine's memory that is free, 0 to 1
 
 
 @dataclass(frozen=True, slots=True)

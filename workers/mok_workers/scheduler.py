@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -36,7 +37,10 @@ from mok_workers.node import describe
 log = logging.getLogger("mok.scheduler")
 
 REAP_SECONDS: Final = 1.0
+TEND_SECONDS: Final = 5.0
 BUSY_TICK_SECONDS: Final = 0.1   # with something running, the scheduler looks at least this often
+PAUSE_SECONDS_MIN: Final = 0.01  # between two rounds, however much there is to hear
+PAUSE_OF_ROUND: Final = 2.0      # and as many times as long as the round took: what it keeps busy, others need too
 RETRY_SECONDS_MAX: Final = 600.0
 DATABASE_TROUBLE: Final = (OperationalError, InterfaceError, PoolTimeout)  # it may be back at the next tick
 
@@ -89,17 +93,21 @@ class Scheduler:
 
     def __init__(
         self, db: Database, cluster: Cluster, settings: Settings, *, clock: Callable[[], datetime] | None = None,
-        worker: str = "local", boot_id: str = "", alone: bool = False,
+        worker: str = "local", boot_id: str = "", alone: bool = False, news: threading.Event | None = None,
     ) -> None:
-        """`alone`: there is no other scheduler on this database, so every lease of another boot is a dead one's."""
+        """`alone`: there is no other scheduler on this database, so every lease of another boot is a dead one's.
+
+        `news`: set it to have `run_forever` begin its next round at once.
+        """
         self._db, self._cluster, self._settings = db, cluster, settings
         self._clock = clock or db.now
-        self._worker, self._boot_id, self._alone = worker, boot_id, alone
+        self._worker, self._boot_id, self._alone, self._news = worker, boot_id, alone, news or threading.Event()
         self._active: list[Active] = []
         self._nodes: Sequence[NodeSize] = ()
         self._here: dict[str, Any] = hardware()
         self._reaped_at: datetime | None = None
         self._reported_at: datetime | None = None
+        self._tended_at: datetime | None = None
 
     # ---- one round -------------------------------------------------------------------------------------------------------
 
@@ -115,6 +123,9 @@ class Scheduler:
         ClusterLost."""
         if due(self._reported_at, now, self._settings.heartbeat_seconds):
             self._report(now)
+        if due(self._tended_at, now, TEND_SECONDS):
+            self._cluster.tend()
+            self._tended_at = now
         if due(self._reaped_at, now, REAP_SECONDS):
             runs.reap(self._db, now)
             self._reaped_at = now
@@ -173,7 +184,9 @@ class Scheduler:
             self._hear(active, now)
         if active.ending is None:
             self._watch(active, now)
-        if active.ending is None:
+        if active.ending is not None:
+            self._complete(active, now)  # what it held may be free already, for the next one of this round
+        else:
             left = active.renewed_at + timedelta(seconds=active.lease.lease_seconds) - now
             active.handle.ask(active.seen, left.total_seconds())
 
@@ -233,14 +246,18 @@ class Scheduler:
         if result.stop is not None:
             self._stop(active, result.stop, result.message, now)
         if active.ending is None and reply.status != "running":
-            self._end(active, ending_of(reply), now)
+            self._end(active, ending_of(reply), now, whole=reply.status == "done" and active.stopping_since is None)
 
     # ---- the end ---------------------------------------------------------------------------------------------------------
 
-    def _end(self, active: Active, ending: Ending, now: datetime) -> None:
-        """End the worker; `ending` is written once its devices are free."""
+    def _end(self, active: Active, ending: Ending, now: datetime, *, whole: bool = False) -> None:
+        """End the worker; `ending` is written once its devices are free. `whole`: it did all that it was asked for, so its
+        process may do something else."""
         active.ending, active.ended_at = ending, active.ended_at or now
-        active.handle.end()
+        if whole:
+            active.handle.release()
+        else:
+            active.handle.end()
 
     def _complete(self, active: Active, now: datetime) -> None:
         assert active.ended_at is not None
@@ -327,18 +344,26 @@ class Scheduler:
     # ---- for ever --------------------------------------------------------------------------------------------------------
 
     def run_forever(self, stop: threading.Event, ready: Callable[[], None] = lambda: None) -> None:
-        """Tick until `stop` is set, then `close`. `ready` is called once the cluster is up. Raises what the cluster raises."""
+        """Tick until `stop` is set, then `close`. `ready` is called once the cluster is up. Raises what the cluster raises.
+
+        A round follows a transaction of this process that wrote, and `news`; without either, every `tick_seconds`.
+        """
+        own = threading.get_ident()
+        self._db.after_write.append(lambda: None if threading.get_ident() == own else self._news.set())
         try:
             self.boot(self._clock())
             self._report(self._clock())
             ready()
             while not stop.is_set():
+                began = time.monotonic()
+                self._news.clear()
                 try:
                     self.tick(self._clock())
                 except DATABASE_TROUBLE:
                     log.exception("the database can't be reached; trying again")
+                stop.wait(max(PAUSE_SECONDS_MIN, PAUSE_OF_ROUND * (time.monotonic() - began)))
                 tick = self._settings.tick_seconds
-                stop.wait(tick if self.idle else min(tick, BUSY_TICK_SECONDS))
+                self._news.wait(tick if self.idle else min(tick, BUSY_TICK_SECONDS))
         finally:
             self.close(self._clock)
 

@@ -36,6 +36,7 @@ from mok_service.training.s3 import allowed_variables
 from mok_service.webhooks import Outbox
 from mok_workers.actor import open_here
 from mok_workers.cluster import ALLOWED_VARIABLES, RayCluster, put_away
+from mok_workers.pool import Limits
 from mok_workers.scheduler import Scheduler
 from mok_workers.signing import Signer
 from mok_workers.supervisor import Report, Supervisor, Tell, leave, runs
@@ -116,7 +117,7 @@ class Service:
         self._boot = f"boot_{secrets.token_hex(8)}"
         # On an embedded database nobody else schedules; on a shared one, a scheduler's name is its host and folder.
         self._worker = f"{socket.gethostname()}:{settings.data_dir}"
-        self._stop, self._up = threading.Event(), threading.Event()
+        self._stop, self._up, self._news = threading.Event(), threading.Event(), threading.Event()
         self._status = 0
         self._key: SigningKey | None = None
         self._on_stop: list[Callable[[], None]] = []
@@ -166,6 +167,7 @@ class Service:
         if self._stop.is_set():
             return
         self._stop.set()
+        self._news.set()
         deadline = threading.Timer(self._settings.shutdown_seconds_max, lambda: leave(1))
         deadline.daemon = True
         deadline.start()
@@ -204,9 +206,12 @@ class Service:
             cluster = RayCluster(
                 settings.data_dir / RAY_FOLDER, open_here, logs=settings.data_dir / RAY_LOGS,
                 address=settings.ray_address, token=settings.ray_token, variables=allowed_variables(settings),
+                kept=Limits.of(settings), news=self._news.set,
             )
             alone = db.dialect == "sqlite"
-            scheduler = Scheduler(db, cluster, settings, worker=self._worker, boot_id=self._boot, alone=alone)
+            scheduler = Scheduler(
+                db, cluster, settings, worker=self._worker, boot_id=self._boot, alone=alone, news=self._news
+            )
 
             assert self._key is not None
             signer, pause = Signer(db, self._key), settings.tick_seconds

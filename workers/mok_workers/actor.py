@@ -72,6 +72,7 @@ class TrainActor:
         self._leave_at = time.monotonic() + UNASKED_SECONDS_MAX
         threading.Thread(target=self._watch, name="lease", daemon=True).start()
         load()
+        gc.freeze()  # what was loaded stays: looking through it after each attempt would take longer than a small attempt
 
     def begin(self, payload: Payload, opens: Open, question: Question) -> Reply | Refusal:
         """Start an attempt, and answer as `advance`. A Refusal: another process must do it, and this one has done nothing."""

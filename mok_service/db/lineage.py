@@ -15,14 +15,19 @@ from sqlalchemy import (
     ColumnElement,
     CompoundSelect,
     Connection,
+    Integer,
     Select,
     String,
+    Text,
     and_,
+    cast,
     exists,
     func,
     literal_column,
+    null,
     select,
     union,
+    union_all,
 )
 
 from mok_service.db.queries import Key, Row, add_unless_there, all_rows, page
@@ -63,6 +68,12 @@ def add_manifest(tx: Connection, tenant: str, manifest: Digest, named: Iterable[
 
 # ---- Looking up a digest ---------------------------------------------------------------------------------------------
 
+def _of(column: Column[str], tenant: str) -> ColumnElement[bool]:
+    """Rows of a tenant, where another index finds them: the expression keeps SQLite, which has no statistics, from reading all
+    rows of the tenant instead."""
+    return column.concat("") == tenant
+
+
 def _step_digest(column: Column[Digest], digest: Digest) -> ColumnElement[bool]:
     """A digest column of step records, by its index: the expression is written as the index has it.
 
@@ -72,54 +83,46 @@ def _step_digest(column: Column[Digest], digest: Digest) -> ColumnElement[bool]:
     return and_(shown == digest.hex[:16], column.between(digest, digest))
 
 
-def steps_query(tenant: str, digest: Digest, name: str, limit: int) -> Select[Any]:
-    """Run and step of the step records whose `name` (head, weights, optimizer) is the digest; the newest runs first."""
-    t = step_records
-    query = select(t.c.run_id, t.c.step).where(_step_digest(t.c[name], digest), t.c.tenant == tenant)
-    return query.order_by(t.c.run_id.desc(), t.c.step).limit(limit)
-
-
-def steps_with(tx: Connection, tenant: str, digest: Digest, name: str, limit: int) -> list[Row]:
-    return all_rows(tx, steps_query(tenant, digest, name, limit))
-
-
-def runs_with(tx: Connection, tenant: str, digest: Digest, name: str, limit: int) -> list[Row]:
-    """Runs whose `name` (weights, init_weights) is the digest, the newest first."""
-    query = select(runs.c.id.label("run_id"), runs.c.step).where(runs.c[name] == digest, runs.c.tenant == tenant)
-    return all_rows(tx, query.order_by(runs.c.id.desc()).limit(limit))
-
-
-def checkpoints_with(tx: Connection, tenant: str, digest: Digest, name: str, limit: int) -> list[Row]:
-    """Checkpoints whose `name` (weights, optimizer) is the digest; the newest runs first."""
-    t = checkpoints
-    query = select(t.c.run_id, t.c.step, t.c.folder).where(t.c[name] == digest, t.c.tenant == tenant)
-    return all_rows(tx, query.order_by(t.c.run_id.desc(), t.c.step).limit(limit))
-
-
-def jobs_with(tx: Connection, tenant: str, digest: Digest, name: str, limit: int) -> list[Row]:
-    """Jobs whose `name` (training_digest, manifest_digest) is the digest, the newest first."""
-    query = select(jobs.c.id.label("job_id")).where(jobs.c[name] == digest, jobs.c.tenant == tenant)
-    return all_rows(tx, query.order_by(jobs.c.id.desc()).limit(limit))
-
-
-def data_files_with(tx: Connection, tenant: str, digest: Digest, limit: int) -> list[Row]:
-    """Jobs whose data have a file with this digest, and the file's name; the newest jobs first."""
-    t = manifest_files
-    query = select(jobs.c.id.label("job_id"), t.c.name).join(jobs, jobs.c.manifest_digest == t.c.manifest_digest)
-    query = query.where(t.c.tenant == tenant, t.c.digest == digest, jobs.c.tenant == tenant)
-    return all_rows(tx, query.order_by(jobs.c.id.desc(), t.c.name).limit(limit))
-
-
 def uses_of(tx: Connection, tenant: str, digest: Digest, limit: int) -> list[Row]:
-    """Documents of runs that name the digest; the newest runs first."""
-    t = digest_uses
-    query = select(t.c.run_id, t.c.role, t.c.place, t.c.name).where(t.c.digest == digest, t.c.tenant == tenant)
-    return all_rows(tx, query.order_by(t.c.run_id.desc(), t.c.role, t.c.place, t.c.name).limit(limit))
+    """Every place where a digest stands, as rows of part, role, run_id, job_id, step and name; the newest of a part first.
+
+    One statement, since the way to the database and back costs more than an index: each part of it looks at one index, and gives
+    `limit` rows at most. What documents name (files, libraries) is one part.
+    """
+    return all_rows(tx, uses_query(tenant, digest, limit))
 
 
-def attestations_with(tx: Connection, tenant: str, digest: Digest) -> list[Row]:
-    t = attestations
-    return all_rows(tx, select(t.c.run_id, t.c.log_index).where(t.c.digest == digest, t.c.tenant == tenant))
+def uses_query(tenant: str, digest: Digest, limit: int) -> CompoundSelect[Any]:
+    """The statement of `uses_of`."""
+    r, s, c, j = runs.c, step_records.c, checkpoints.c, jobs.c
+    u, m, a = digest_uses.c, manifest_files.c, attestations.c
+    parts = [
+        _part("final-weights", _of(r.tenant, tenant), r.weights == digest, run=r.id, step=r.step),
+        *(_part(f"step-{role}", _of(s.tenant, tenant), _step_digest(s[column], digest), run=s.run_id, step=s.step)
+          for role, column in (("record", "head"), ("weights", "weights"), ("optimizer", "optimizer"))),
+        *(_part(f"checkpoint-{column}", _of(c.tenant, tenant), c[column] == digest, run=c.run_id, step=c.step)
+          for column in ("weights", "optimizer")),
+        _part(u.role, _of(u.tenant, tenant), u.digest == digest, run=u.run_id, step=u.place, name=u.name),
+        _part("attestation", _of(a.tenant, tenant), a.digest == digest, run=a.run_id),
+        _part("initial-weights", _of(r.tenant, tenant), r.init_weights == digest, run=r.id),
+        *(_part(role, _of(j.tenant, tenant), j[column] == digest, job=j.id)
+          for role, column in (("training-spec", "training_digest"), ("data-manifest", "manifest_digest"))),
+        _part("data-file", _of(j.tenant, tenant), m.tenant == tenant, m.digest == digest, m.manifest_digest == j.manifest_digest,
+              job=j.id, name=m.name),
+    ]
+    limited = (part.limit(limit).subquery() for part in parts)
+    return union_all(*(select(literal_column(str(number)).label("part"), *part.c) for number, part in enumerate(limited)))
+
+
+def _part(role: str | Column[str], *found: ColumnElement[bool], run: Column[str] | None = None, job: Column[str] | None = None,
+          step: Column[int] | None = None, name: Column[str] | None = None) -> Select[Any]:
+    """One place where digests stand, in the columns of all; what it doesn't have is null."""
+    said = literal_column(f"'{role}'", String) if isinstance(role, str) else role
+    columns = {"run_id": (run, String), "job_id": (job, String), "step": (step, Integer), "name": (name, Text)}
+    shown: list[ColumnElement[Any]] = [said.label("role")]
+    shown += ((cast(null(), kind) if column is None else column).label(label) for label, (column, kind) in columns.items())
+    newest = [column.desc() for column in (run, job) if column is not None]
+    return select(*shown).where(*found).order_by(*newest, *(column for column in (step, name) if column is not None))
 
 
 # ---- Filters of the list of runs -------------------------------------------------------------------------------------
@@ -162,12 +165,6 @@ def run_page(tx: Connection, tenant: str, after: Key | None, limit: int, wanted:
     if wanted.until is not None:
         query = query.where(runs.c.created_at < wanted.until)
     return page(tx, query, runs, after, limit)
-
-
-def _of(column: Column[str], tenant: str) -> ColumnElement[bool]:
-    """Rows of a tenant, where another index finds them: the expression keeps SQLite, which has no statistics, from reading all
-    rows of the tenant instead."""
-    return column.concat("") == tenant
 
 
 def _with_digest(digest: Digest) -> CompoundSelect[Any]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, Final, Literal
+from urllib.parse import quote
 
 from sqlalchemy import Connection
 
@@ -23,6 +26,19 @@ RUNS_MAX: Final = 200    # in one graph
 VERDICTS_MAX: Final = 400
 
 Relation = Literal["produced", "used"]
+_RUN, _JOB = "/v1/runs/{run}", "/v1/jobs/{job}"
+_STEP, _CHECKPOINTS = f"{_RUN}/steps?after={{before}}&limit=1", f"{_RUN}/checkpoints"
+# Of each role where a digest can stand: what the run or job did with it, and the path that shows it.
+_ROLES: Final[dict[str, tuple[Relation, str]]] = {
+    "final-weights": ("produced", _RUN),
+    "step-record": ("produced", _STEP), "step-weights": ("produced", _STEP), "step-optimizer": ("produced", _STEP),
+    "checkpoint-weights": ("produced", _CHECKPOINTS), "checkpoint-optimizer": ("produced", _CHECKPOINTS),
+    lineage.CHECKPOINT_FILE: ("produced", f"{_CHECKPOINTS}/{{step}}/files/{{name}}"),
+    lineage.NATIVE_LIBRARY: ("used", f"{_RUN}/attempts"),
+    "attestation": ("produced", f"{_RUN}/attestation"),
+    "initial-weights": ("used", _RUN),
+    "training-spec": ("used", _JOB), "data-manifest": ("used", _JOB), "data-file": ("used", _JOB),
+}
 _RELATIONS: Final = {"audit": "audits", "bisect": "bisects"}
 
 
@@ -68,50 +84,17 @@ def find_digest(db: Database, digest: str, tenant: str = "local") -> Uses:
         raise InvalidSpec("digest: blake3 digests are of single tensors, and aren't indexed; allowed: sha256: digests of states, "
                           "records, files, specs and libraries", field="digest", value=digest)
     with db.read() as tx:
-        found = [list(uses) for uses in _uses(tx, tenant, wanted, USES_MAX + 1)]
-    items = [use for uses in found for use in uses[:USES_MAX]]
-    return Uses(wanted, tuple(sorted(items, key=lambda use: use.relation)), any(len(uses) > USES_MAX for uses in found))
+        rows = lineage.uses_of(tx, tenant, wanted, USES_MAX + 1)
+    parts = [list(part) for _, part in groupby(sorted(rows, key=itemgetter("part")), key=itemgetter("part"))]
+    items = [_use(row) for part in parts for row in part[:USES_MAX]]
+    return Uses(wanted, tuple(sorted(items, key=lambda use: use.relation)), any(len(part) > USES_MAX for part in parts))
 
 
-def _uses(tx: Connection, tenant: str, digest: Digest, limit: int) -> Iterator[Iterator[Use]]:
-    """The uses of each role."""
-    at = (tx, tenant, digest)
-    yield (_of_run("final-weights", "produced", row) for row in lineage.runs_with(*at, "weights", limit))
-    for name, role in (("head", "step-record"), ("weights", "step-weights"), ("optimizer", "step-optimizer")):
-        yield (_of_step(role, row) for row in lineage.steps_with(*at, name, limit))
-    for name in ("weights", "optimizer"):
-        yield (_of_checkpoint(f"checkpoint-{name}", row) for row in lineage.checkpoints_with(*at, name, limit))
-    yield (_of_document(row) for row in lineage.uses_of(*at, limit))
-    yield (_of_run("attestation", "produced", {**row, "step": None}, "/attestation")
-           for row in lineage.attestations_with(*at))
-    yield (_of_run("initial-weights", "used", {**row, "step": None}) for row in lineage.runs_with(*at, "init_weights", limit))
-    for name, role in (("training_digest", "training-spec"), ("manifest_digest", "data-manifest")):
-        yield (_of_job(role, row) for row in lineage.jobs_with(*at, name, limit))
-    yield (_of_job("data-file", row) for row in lineage.data_files_with(*at, limit))
-
-
-def _of_run(role: str, relation: Relation, row: Row, path: str = "") -> Use:
-    return Use(role, relation, row["run_id"], None, row["step"], None, f"/v1/runs/{row['run_id']}{path}")
-
-
-def _of_step(role: str, row: Row) -> Use:
-    return Use(role, "produced", row["run_id"], None, row["step"], None,
-               f"/v1/runs/{row['run_id']}/steps?after={row['step'] - 1}&limit=1")
-
-
-def _of_checkpoint(role: str, row: Row) -> Use:
-    return Use(role, "produced", row["run_id"], None, row["step"], None, f"/v1/runs/{row['run_id']}/checkpoints")
-
-
-def _of_document(row: Row) -> Use:
-    run, step, name = row["run_id"], row["place"], row["name"]
-    if row["role"] == lineage.CHECKPOINT_FILE:
-        return Use(row["role"], "produced", run, None, step, name, f"/v1/runs/{run}/checkpoints/{step}/files/{name}")
-    return Use(row["role"], "used", run, None, None, name, f"/v1/runs/{run}/attempts")
-
-
-def _of_job(role: str, row: Row) -> Use:
-    return Use(role, "used", None, row["job_id"], None, row.get("name"), f"/v1/jobs/{row['job_id']}")
+def _use(row: Row) -> Use:
+    role, run, job, step, name = (row[column] for column in ("role", "run_id", "job_id", "step", "name"))
+    relation, path = _ROLES[role]
+    place = path.format(run=run, job=job, step=step, before=None if step is None else step - 1, name=quote(name or "", safe=""))
+    return Use(role, relation, run, job, None if role == lineage.NATIVE_LIBRARY else step, name, place)
 
 
 # ---- Lineage ---------------------------------------------------------------------------------------------------------

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 
-from sqlalchemy import Connection, func, insert, or_, select, update
+from sqlalchemy import Connection, bindparam, func, or_, select, update
 
-from mok_service.db.queries import Key, Row, Values, all_rows, insert_unless_there, one_row, page
+from mok_service.db.queries import Key, Row, Values, add, all_rows, insert_unless_there, one_row, page
 from mok_service.db.tables import api_keys, audit_entries, audit_heads
 from mok_service.provenance.digest import Digest
 
 # ---- Keys ------------------------------------------------------------------------------------------------------------
 
+_KEY_BY_PREFIX = select(api_keys).where(api_keys.c.prefix == bindparam("prefix"))
+
+
 def key_by_prefix(tx: Connection, prefix: str) -> Row | None:
-    return one_row(tx, select(api_keys).where(api_keys.c.prefix == prefix))
+    return one_row(tx, _KEY_BY_PREFIX, {"prefix": prefix})
 
 
 def key(tx: Connection, key_id: str, tenant: str | None = None) -> Row | None:
@@ -42,21 +45,29 @@ def usable_key_exists(tx: Connection, now: datetime) -> bool:
 
 # ---- Audit log -------------------------------------------------------------------------------------------------------
 
+_HEAD = select(audit_heads).where(audit_heads.c.tenant == bindparam("of"))
+_HEAD_LOCKED = _HEAD.with_for_update()
+_MOVE_HEAD = update(audit_heads).where(audit_heads.c.tenant == bindparam("of"))
+
+
 def lock_audit_head(tx: Connection, tenant: str, genesis: Digest) -> Row:
     """Length and digest of a tenant's log. Until the transaction ends nobody else appends to it."""
-    insert_unless_there(tx, audit_heads, {"tenant": tenant, "length": 0, "digest": genesis})
-    return all_rows(tx, select(audit_heads).where(audit_heads.c.tenant == tenant).with_for_update())[0]
+    found = one_row(tx, _HEAD_LOCKED, {"of": tenant})
+    if found is None:  # the tenant's first entry: of two requests at once, one makes the head and the other waits for it
+        insert_unless_there(tx, audit_heads, {"tenant": tenant, "length": 0, "digest": genesis})
+        found = one_row(tx, _HEAD_LOCKED, {"of": tenant})
+    assert found is not None, tenant
+    return found
 
 
 def add_audit_entry(tx: Connection, row: Values) -> None:
     """Appends an entry, and moves the head on."""
-    tx.execute(insert(audit_entries).values(**row))
-    head = {"length": row["number"] + 1, "digest": row["digest"]}
-    tx.execute(update(audit_heads).where(audit_heads.c.tenant == row["tenant"]).values(**head))
+    add(tx, audit_entries, [row])
+    tx.execute(_MOVE_HEAD, {"of": row["tenant"], "length": row["number"] + 1, "digest": row["digest"]})
 
 
 def audit_head(tx: Connection, tenant: str) -> Row | None:
-    return one_row(tx, select(audit_heads).where(audit_heads.c.tenant == tenant))
+    return one_row(tx, _HEAD, {"of": tenant})
 
 
 def audit_tenants(tx: Connection) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cache
 from typing import Any
 
 from sqlalchemy import (
@@ -11,8 +12,8 @@ from sqlalchemy import (
     Executable,
     Select,
     Table,
+    bindparam,
     func,
-    insert,
     literal,
     or_,
     select,
@@ -51,30 +52,44 @@ Values = Mapping[str, Any]
 
 # ---- Any table -------------------------------------------------------------------------------------------------------
 
-def one_row(tx: Connection, query: Executable) -> Row | None:
-    row = tx.execute(query).mappings().one_or_none()
+def one_row(tx: Connection, query: Executable, values: Values | None = None) -> Row | None:
+    """The one row, if there is one. `values` are those of the query's `bindparam`s: a query that is made once, and not for each
+    call, costs a third."""
+    row = tx.execute(query, values).mappings().one_or_none()
     return None if row is None else {str(name): value for name, value in row.items()}
 
 
-def all_rows(tx: Connection, query: Executable) -> list[Row]:
-    return [{str(name): value for name, value in row.items()} for row in tx.execute(query).mappings()]
+def all_rows(tx: Connection, query: Executable, values: Values | None = None) -> list[Row]:
+    return [{str(name): value for name, value in row.items()} for row in tx.execute(query, values).mappings()]
 
 
 def add(tx: Connection, table: Table, rows: Sequence[Values]) -> None:
     """Inserts rows, all with the same keys."""
     if rows:
-        tx.execute(insert(table), [dict(row) for row in rows])
+        tx.execute(_insert(tx.dialect.name, table), [dict(row) for row in rows])
 
 
 def insert_or(tx: Connection, table: Table) -> postgresql.Insert | sqlite.Insert:
     """An INSERT that may say what is to be done where the key is there: both databases say it in the same words."""
-    return postgresql.insert(table) if tx.dialect.name == "postgresql" else sqlite.insert(table)
+    return _insert(tx.dialect.name, table)
+
+
+@cache
+def _insert(dialect: str, table: Table) -> Any:
+    return postgresql.insert(table) if dialect == "postgresql" else sqlite.insert(table)
 
 
 def put(tx: Connection, table: Table, key: str, values: Values) -> None:
     """Inserts a row, or changes the one that has its key."""
-    changed = {name: value for name, value in values.items() if name != key}
-    tx.execute(insert_or(tx, table).values(**values).on_conflict_do_update(index_elements=[key], set_=changed))
+    tx.execute(_put(tx.dialect.name, table, key, tuple(values)), dict(values))
+
+
+@cache
+def _put(dialect: str, table: Table, key: str, columns: tuple[str, ...]) -> Executable:
+    inserted = _insert(dialect, table)
+    changed = {name: inserted.excluded[name] for name in columns if name != key}
+    found: Executable = inserted.on_conflict_do_update(index_elements=[key], set_=changed)
+    return found
 
 
 def add_unless_there(tx: Connection, table: Table, rows: Sequence[Values]) -> None:
@@ -85,8 +100,8 @@ def add_unless_there(tx: Connection, table: Table, rows: Sequence[Values]) -> No
 
 def insert_unless_there(tx: Connection, table: Table, values: Values) -> bool:
     """Inserts a row; False when one with its primary key is there. Waits for a concurrent insert of that key."""
-    statement = insert_or(tx, table).values(**values).on_conflict_do_nothing()
-    return tx.execute(statement.returning(literal(1))).first() is not None  # psycopg counts no rows of an INSERT
+    statement = insert_or(tx, table).on_conflict_do_nothing().returning(literal(1))
+    return tx.execute(statement, dict(values)).first() is not None  # psycopg counts no rows of an INSERT
 
 
 def page(tx: Connection, query: Select[Any], table: Table, after: Key | None, limit: int) -> list[Row]:
@@ -97,13 +112,23 @@ def page(tx: Connection, query: Select[Any], table: Table, after: Key | None, li
     return all_rows(tx, query.order_by(table.c.created_at.desc(), table.c.id.desc()).limit(limit + 1))
 
 
+@cache
+def _of(table: Table, columns: tuple[str, ...], lock: bool) -> Executable:
+    """The rows whose columns have the values of that name. Locked FOR NO KEY UPDATE: inserting rows that refer to one waits for
+    nobody."""
+    query = select(table).where(*(table.c[name] == bindparam(name) for name in columns))
+    return query.with_for_update(key_share=True) if lock else query
+
+
+def _given(**values: Any) -> Row:
+    return {name: value for name, value in values.items() if value is not None}
+
+
 # ---- Jobs ------------------------------------------------------------------------------------------------------------
 
 def job(tx: Connection, job_id: str, tenant: str | None = None, lock: bool = False) -> Row | None:
-    query = select(jobs).where(jobs.c.id == job_id)
-    if tenant is not None:
-        query = query.where(jobs.c.tenant == tenant)
-    return one_row(tx, query.with_for_update(key_share=True) if lock else query)
+    given = _given(id=job_id, tenant=tenant)
+    return one_row(tx, _of(jobs, tuple(given), lock), given)
 
 
 def job_page(tx: Connection, tenant: str, after: Key | None, limit: int, name: str | None,
@@ -120,35 +145,33 @@ def update_job(tx: Connection, job_id: str, values: Values) -> None:
     tx.execute(update(jobs).where(jobs.c.id == job_id).values(**values))
 
 
+_IDEMPOTENCY_KEY = select(idempotency_keys).where(
+    idempotency_keys.c.tenant == bindparam("tenant"), idempotency_keys.c.route == bindparam("route"),
+    idempotency_keys.c.key == bindparam("key"))
+
+
 def idempotency_key(tx: Connection, tenant: str, route: str, key: str) -> Row | None:
-    t = idempotency_keys
-    return one_row(tx, select(t).where(t.c.tenant == tenant, t.c.route == route, t.c.key == key))
+    return one_row(tx, _IDEMPOTENCY_KEY, {"tenant": tenant, "route": route, "key": key})
 
 
 # ---- Runs ------------------------------------------------------------------------------------------------------------
 
 def run(tx: Connection, run_id: str, tenant: str | None = None) -> Row | None:
-    query = select(runs).where(runs.c.id == run_id)
-    if tenant is not None:
-        query = query.where(runs.c.tenant == tenant)
-    return one_row(tx, query)
+    given = _given(id=run_id, tenant=tenant)
+    return one_row(tx, _of(runs, tuple(given), False), given)
 
 
 def lock_run(tx: Connection, run_id: str, tenant: str | None = None, token: str | None = None) -> Row | None:
-    """The run under its row lock, if it belongs to the tenant and its lease has this token.
+    """The run under its row lock, if it belongs to the tenant and its lease has this token."""
+    given = _given(id=run_id, tenant=tenant, lease_token=token)
+    return one_row(tx, _of(runs, tuple(given), True), given)
 
-    FOR NO KEY UPDATE: inserting rows that refer to the run waits for nobody.
-    """
-    query = select(runs).where(runs.c.id == run_id)
-    if tenant is not None:
-        query = query.where(runs.c.tenant == tenant)
-    if token is not None:
-        query = query.where(runs.c.lease_token == token)
-    return one_row(tx, query.with_for_update(key_share=True))
+
+_UPDATE_RUN = update(runs).where(runs.c.id == bindparam("of"))
 
 
 def update_run(tx: Connection, run_id: str, values: Values) -> None:
-    tx.execute(update(runs).where(runs.c.id == run_id).values(**values))
+    tx.execute(_UPDATE_RUN, {"of": run_id, **values})
 
 
 def run_counts(tx: Connection) -> dict[str, int]:
@@ -177,10 +200,13 @@ def lock_candidate(tx: Connection, run_id: str, now: datetime) -> Row | None:
     return one_row(tx, query.with_for_update(key_share=True, skip_locked=True))
 
 
+_RENEW_LEASE = update(runs).where(runs.c.id == bindparam("of"), runs.c.lease_token == bindparam("token")).returning(
+    runs.c.status, runs.c.stop_reason)
+
+
 def renew_lease(tx: Connection, run_id: str, token: str, expires_at: datetime) -> Row | None:
     """Prolongs a lease; status and stop reason of its run, or None when the run is no longer this lease's."""
-    statement = update(runs).where(runs.c.id == run_id, runs.c.lease_token == token).values(lease_expires_at=expires_at)
-    return one_row(tx, statement.returning(runs.c.status, runs.c.stop_reason))
+    return one_row(tx, _RENEW_LEASE, {"of": run_id, "token": token, "lease_expires_at": expires_at})
 
 
 def leases_of_other_boots(tx: Connection, boot_id: str, worker: str | None) -> list[Row]:
@@ -194,7 +220,7 @@ def leases_of_other_boots(tx: Connection, boot_id: str, worker: str | None) -> l
 # ---- What belongs to a run -------------------------------------------------------------------------------------------
 
 def attempt(tx: Connection, run_id: str, number: int) -> Row | None:
-    return one_row(tx, select(attempts).where(attempts.c.run_id == run_id, attempts.c.attempt == number))
+    return one_row(tx, _of(attempts, ("run_id", "attempt"), False), {"run_id": run_id, "attempt": number})
 
 
 def attempts_of(tx: Connection, run_id: str) -> list[Row]:
@@ -207,21 +233,26 @@ def has_read_data(tx: Connection, run_id: str) -> bool:
     return tx.execute(query.limit(1)).first() is not None
 
 
+_UPDATE_ATTEMPT = update(attempts).where(attempts.c.run_id == bindparam("of"), attempts.c.attempt == bindparam("number"))
+
+
 def update_attempt(tx: Connection, run_id: str, number: int, values: Values) -> None:
-    tx.execute(update(attempts).where(attempts.c.run_id == run_id, attempts.c.attempt == number).values(**values))
+    tx.execute(_UPDATE_ATTEMPT, {"of": run_id, "number": number, **values})
+
+
+_STEPS = select(step_records).where(step_records.c.run_id == bindparam("run")).order_by(step_records.c.step)
+_STEPS_BETWEEN = _STEPS.where(step_records.c.step.between(bindparam("first"), bindparam("last")))
+_STEPS_AT = _STEPS.where(step_records.c.step.in_(bindparam("steps", expanding=True)))
 
 
 def steps_between(tx: Connection, run_id: str, first: int, last: int) -> list[Row]:
     """The step records `first` to `last`, both included."""
-    t = step_records
-    query = select(t).where(t.c.run_id == run_id, t.c.step.between(first, last)).order_by(t.c.step)
-    return all_rows(tx, query)
+    return all_rows(tx, _STEPS_BETWEEN, {"run": run_id, "first": first, "last": last})
 
 
 def steps_at(tx: Connection, run_id: str, steps: Sequence[int]) -> list[Row]:
     """The step records of these steps, as far as they are there."""
-    t = step_records
-    return all_rows(tx, select(t).where(t.c.run_id == run_id, t.c.step.in_(steps)).order_by(t.c.step))
+    return all_rows(tx, _STEPS_AT, {"run": run_id, "steps": list(steps)})
 
 
 def steps_after(tx: Connection, run_id: str, after: int, limit: int | None) -> list[Row]:
@@ -231,8 +262,7 @@ def steps_after(tx: Connection, run_id: str, after: int, limit: int | None) -> l
 
 
 def checkpoint(tx: Connection, run_id: str, step: int) -> Row | None:
-    t = checkpoints
-    return one_row(tx, select(t).where(t.c.run_id == run_id, t.c.step == step))
+    return one_row(tx, _of(checkpoints, ("run_id", "step"), False), {"run_id": run_id, "step": step})
 
 
 def checkpoints_of(tx: Connection, run_id: str) -> list[Row]:
@@ -358,8 +388,11 @@ def public_keys(tx: Connection) -> list[Row]:
 
 # ---- Nodes -----------------------------------------------------------------------------------------------------------
 
+_ALL_NODES = select(nodes).order_by(nodes.c.name)
+
+
 def all_nodes(tx: Connection) -> list[Row]:
-    return all_rows(tx, select(nodes).order_by(nodes.c.name))
+    return all_rows(tx, _ALL_NODES)
 
 
 def replace_nodes(tx: Connection, worker: str, rows: Sequence[Values]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
-from sqlalchemy import Connection, and_, func, select, text, tuple_, union_all
+from sqlalchemy import Connection, and_, bindparam, func, select, text, tuple_, union_all
 
 from mok_service.db.queries import Row, Values, all_rows, one_row, put
 from mok_service.db.tables import attempts, checkpoints, jobs, queue_turns, quotas, runs, shares
@@ -23,6 +23,8 @@ _NEVER: Final = datetime(9999, 12, 31, tzinfo=UTC)
 _GROUP: Final = (runs.c.tenant, runs.c.device, runs.c.queue_rank)
 _WAITING: Final = (runs.c.id, runs.c.tenant, runs.c.device, runs.c.queue_rank, runs.c.execution, runs.c.created_at,
                    runs.c.queue_deadline_at, runs.c.run_deadline_at, runs.c.retry_at)
+_FRONT: Final = select(*_WAITING).where(IS_QUEUED).order_by(*_GROUP, runs.c.created_at, runs.c.id).limit(ROWS_MAX)
+_FRONT_DUE: Final = _FRONT.where((runs.c.retry_at.is_(None)) | (runs.c.retry_at <= bindparam("now")))
 
 
 def waiting_runs(tx: Connection, now: datetime | None) -> list[Row]:
@@ -30,13 +32,12 @@ def waiting_runs(tx: Connection, now: datetime | None) -> list[Row]:
     retry isn't due. How many rows are read depends on the number of groups, not on that of queued runs."""
     found: list[Row] = []
     after: tuple[Any, ...] | None = None
+    front, values = (_FRONT, {}) if now is None else (_FRONT_DUE, {"now": now})
     while True:
-        query = select(*_WAITING).where(IS_QUEUED)
-        if now is not None:
-            query = query.where((runs.c.retry_at.is_(None)) | (runs.c.retry_at <= now))
+        query = front
         if after is not None:
-            query = query.where(tuple_(*_GROUP, runs.c.created_at) > tuple_(*after, _NEVER))  # a seek past the group
-        rows = all_rows(tx, query.order_by(*_GROUP, runs.c.created_at, runs.c.id).limit(ROWS_MAX))
+            query = front.where(tuple_(*_GROUP, runs.c.created_at) > tuple_(*after, _NEVER))  # a seek past the group
+        rows = all_rows(tx, query, values)
         in_group: dict[tuple[Any, ...], int] = {}
         for row in rows:
             group = tuple(row[column.name] for column in _GROUP)
@@ -66,14 +67,22 @@ def queued_by_group(tx: Connection) -> list[Row]:
     return all_rows(tx, select(*_GROUP, func.count().label("count")).where(IS_QUEUED).group_by(*_GROUP))
 
 
+_ACTIVE: Final = select(
+    runs.c.id, runs.c.tenant, runs.c.execution, runs.c.step, runs.c.steps, runs.c.updated_at, runs.c.run_deadline_at,
+    attempts.c.claimed_at, attempts.c.running_at, attempts.c.from_step, attempts.c.attempt,
+).select_from(
+    runs.join(attempts, and_(attempts.c.run_id == runs.c.id, attempts.c.attempt == runs.c.attempt))
+).where(HAS_LEASE).order_by(attempts.c.claimed_at, attempts.c.id)
+_OVERDUE: Final = union_all(
+    select(runs.c.id).where(HAS_LEASE, runs.c.lease_expires_at <= bindparam("now")),
+    select(runs.c.id).where(IS_QUEUED, runs.c.queue_deadline_at <= bindparam("now")),
+    select(runs.c.id).where(HAS_RUN_DEADLINE, runs.c.run_deadline_at <= bindparam("now")),
+)
+
+
 def active_runs(tx: Connection) -> list[Row]:
     """The runs that hold devices, with what their attempts say of their pace."""
-    of_attempt = and_(attempts.c.run_id == runs.c.id, attempts.c.attempt == runs.c.attempt)
-    query = select(
-        runs.c.id, runs.c.tenant, runs.c.execution, runs.c.step, runs.c.steps, runs.c.updated_at, runs.c.run_deadline_at,
-        attempts.c.claimed_at, attempts.c.running_at, attempts.c.from_step, attempts.c.attempt,
-    ).select_from(runs.join(attempts, of_attempt))
-    return all_rows(tx, query.where(HAS_LEASE).order_by(attempts.c.claimed_at, attempts.c.id))
+    return all_rows(tx, _ACTIVE)
 
 
 def leased_attempts(tx: Connection) -> list[Row]:
@@ -83,23 +92,25 @@ def leased_attempts(tx: Connection) -> list[Row]:
 
 def overdue_runs(tx: Connection, now: datetime) -> list[str]:
     """Runs whose lease, queue deadline or run deadline has passed, in order."""
-    overdue = union_all(
-        select(runs.c.id).where(HAS_LEASE, runs.c.lease_expires_at <= now),
-        select(runs.c.id).where(IS_QUEUED, runs.c.queue_deadline_at <= now),
-        select(runs.c.id).where(HAS_RUN_DEADLINE, runs.c.run_deadline_at <= now),
-    )
-    return sorted(set(tx.execute(overdue).scalars()))  # sorted here: by an ORDER BY, SQLite scans the primary key
+    return sorted(set(tx.execute(_OVERDUE, {"now": now}).scalars()))  # sorted here: by an ORDER BY, SQLite scans the primary key
 
 
 # ---- Quotas, shares, turns -------------------------------------------------------------------------------------------
 
+_QUOTAS: Final = select(quotas).order_by(quotas.c.tenant)
+_SHARES: Final = select(shares)
+_TURNS: Final = select(queue_turns)
+_SHARE: Final = select(shares).where(shares.c.tenant == bindparam("tenant")).with_for_update()
+_QUOTA = select(quotas).where(quotas.c.tenant == bindparam("tenant")).with_for_update()
+
+
 def all_quotas(tx: Connection) -> list[Row]:
-    return all_rows(tx, select(quotas).order_by(quotas.c.tenant))
+    return all_rows(tx, _QUOTAS)
 
 
 def lock_quota(tx: Connection, tenant: str) -> Row | None:
     """A tenant's quota. Until the transaction ends nobody else counts against it."""
-    return one_row(tx, select(quotas).where(quotas.c.tenant == tenant).with_for_update())
+    return one_row(tx, _QUOTA, {"tenant": tenant})
 
 
 def put_quota(tx: Connection, values: Values) -> None:
@@ -107,11 +118,11 @@ def put_quota(tx: Connection, values: Values) -> None:
 
 
 def all_shares(tx: Connection) -> list[Row]:
-    return all_rows(tx, select(shares))
+    return all_rows(tx, _SHARES)
 
 
 def lock_share(tx: Connection, tenant: str) -> Row | None:
-    return one_row(tx, select(shares).where(shares.c.tenant == tenant).with_for_update())
+    return one_row(tx, _SHARE, {"tenant": tenant})
 
 
 def put_share(tx: Connection, values: Values) -> None:
@@ -119,7 +130,7 @@ def put_share(tx: Connection, values: Values) -> None:
 
 
 def turns(tx: Connection) -> list[Row]:
-    return all_rows(tx, select(queue_turns))
+    return all_rows(tx, _TURNS)
 
 
 def put_turn(tx: Connection, priority: int, at: datetime) -> None:

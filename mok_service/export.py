@@ -52,22 +52,20 @@ def evidence_of(source: Source, run_id: str) -> Evidence:
 
     Raises NotFound when it isn't attested, Tampered when the log can't prove it.
     """
-    return _proven(source, source.attestation(run_id), run_id)
+    return _proven(source, {run_id: source.attestation(run_id)})[run_id]
 
 
-def evidence_of_verdict(source: Source, verification_id: str) -> Evidence:
-    """The same for the verdict of an audit or a rerun."""
-    return _proven(source, source.verdict_attestation(verification_id), verification_id)
-
-
-def _proven(source: Source, attestation: Mapping[str, Any], what: str) -> Evidence:
+def _proven(source: Source, attestations: Mapping[str, Mapping[str, Any]]) -> dict[str, Evidence]:
+    """Attestations, by what they are of, each with its proof under one head: the present one, so that it has them all."""
     head = source.log_head()
-    size = open_head(head, {}).size
-    try:
-        proof = source.log_proof(size, index=attestation["log_index"])
-    except InvalidSpec as error:
-        raise Tampered(f"the log can't prove the attestation of {what}: {error.message}", field="log.proof") from None
-    return Evidence.of(attestation, head, size, proof)
+    size, proven = open_head(head, {}).size, {}
+    for what, attestation in attestations.items():
+        try:
+            proof = source.log_proof(size, index=attestation["log_index"])
+        except InvalidSpec as error:
+            raise Tampered(f"the log can't prove the attestation of {what}: {error.message}", field="log.proof") from None
+        proven[what] = Evidence.of(attestation, head, size, proof)
+    return proven
 
 
 # ---- Writing ---------------------------------------------------------------------------------------------------------
@@ -80,21 +78,22 @@ def write_export(source: Source, run_id: str, folder: Path) -> dict[str, Any]:
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise Conflict(f"{folder} is there already and isn't empty; choose another folder", folder=str(folder))
-    evidence, record = evidence_of(source, run_id), source.provenance(run_id)
-    verdicts = {row["id"]: evidence_of_verdict(source, row["id"]) for row in signed_verdicts(record)}
+    attestation, record = source.attestation(run_id), source.provenance(run_id)
+    verdicts = {row["id"]: source.verdict_attestation(row["id"]) for row in signed_verdicts(record)}
+    signed = _proven(source, {run_id: attestation, **verdicts})
     partial = folder.absolute().with_name(f".{folder.absolute().name}.{secrets.token_hex(8)}")
     partial.mkdir(parents=True)
     try:
         files = [
             _write(partial, RECORD, _json_bytes(record)),
-            _write(partial, ATTESTATION, _json_bytes(evidence.envelope)),
-            _write(partial, LOG, _json_bytes(evidence.log)),
+            _write(partial, ATTESTATION, _json_bytes(signed[run_id].envelope)),
+            _write(partial, LOG, _json_bytes(signed[run_id].log)),
             _write(partial, KEYS, ["".join(key["pem"] for key in source.signing_keys()).encode()]),
         ]
-        for verification_id, signed in verdicts.items():
-            where = f"{VERIFICATIONS}/{verification_id}"
-            files.append(_write(partial, f"{where}/{ATTESTATION}", _json_bytes(signed.envelope)))
-            files.append(_write(partial, f"{where}/{LOG}", _json_bytes(signed.log)))
+        for verification_id in verdicts:
+            where, evidence = f"{VERIFICATIONS}/{verification_id}", signed[verification_id]
+            files.append(_write(partial, f"{where}/{ATTESTATION}", _json_bytes(evidence.envelope)))
+            files.append(_write(partial, f"{where}/{LOG}", _json_bytes(evidence.log)))
         for checkpoint, name in _checkpoint_files(record):
             where = f"{CHECKPOINTS}/{checkpoint['folder']}/{name}"
             files.append(_write(partial, where, source.checkpoint_file(run_id, checkpoint["step"], name)))
@@ -165,7 +164,7 @@ def verify_export(folder: Path, trusted: Mapping[str, PublicKey]) -> Finding:
         record = load_document(folder, RECORD)
         evidence = Evidence(load_document(folder, ATTESTATION), load_document(folder, LOG))
     except Tampered as fault:
-        return _tampered(fault)
+        return Finding.tampered(fault)
     return worst([
         _check_record(folder, record), check_attestation(record, evidence, trusted), _check_files(folder, manifest, record),
         *_check_verdicts(folder, record, trusted),
@@ -183,7 +182,7 @@ def _check_verdicts(folder: Path, record: Mapping[str, Any], trusted: Mapping[st
             told = f"the {row['level']} {row['id']} ({row['verdict']}): {finding.message}"
             found.append(replace(finding, message=told))
     except Tampered as fault:
-        return [_tampered(fault)]
+        return [Finding.tampered(fault)]
     except (KeyError, TypeError, AttributeError) as error:
         return [Finding("TAMPERED", f"a verification isn't well-formed: {type(error).__name__}: {error}", "verifications")]
     return found
@@ -193,7 +192,7 @@ def _check_record(folder: Path, record: Mapping[str, Any]) -> Finding:
     try:
         return check(record, measure(record, checkpoint_reader(folder, record)))
     except Tampered as fault:
-        return _tampered(fault)
+        return Finding.tampered(fault)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         return Finding("TAMPERED", f"the record isn't well-formed: {type(error).__name__}: {error}", "record")
 
@@ -217,7 +216,7 @@ def _check_files(folder: Path, manifest: Mapping[str, Any], record: Mapping[str,
         if manifest["run"] != record["identity"]["run"] or manifest.keys() != {"type", "run", "files"}:
             raise Tampered(f"{MANIFEST} isn't that of {record['identity']['run']}", field=MANIFEST)
     except Tampered as fault:
-        return _tampered(fault)
+        return Finding.tampered(fault)
     except (KeyError, TypeError, AttributeError) as error:
         return Finding("TAMPERED", f"{MANIFEST} isn't well-formed: {type(error).__name__}: {error}", MANIFEST)
     return Finding("INTACT", f"{len(listed)} files are those that were exported")
@@ -260,8 +259,3 @@ def load_document(folder: Path, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise Tampered(f"{name} is no JSON object", field=name)
     return value
-
-
-def _tampered(fault: Tampered) -> Finding:
-    detail = fault.detail
-    return Finding("TAMPERED", fault.message, detail.get("field"), detail.get("step"), detail.get("expected"), detail.get("got"))

@@ -175,7 +175,7 @@ def _attested(source: Client | Local, run: str, record: dict[str, Any], key: Pat
     except NotFound as missing:
         return [] if key is None else [Finding("INCONCLUSIVE", missing.message, "attestation")]
     except Tampered as fault:
-        return [Finding("TAMPERED", fault.message, fault.detail.get("field"))]
+        return [Finding.tampered(fault, "attestation")]
 
 
 def is_folder(text: str) -> bool:

@@ -60,9 +60,7 @@ def _check(evidence: Evidence, trusted: Mapping[str, PublicKey], compare: Callab
         compare(opened.document)                                                            # 2
         head = _check_inclusion(evidence, trusted)                                          # 3
     except Tampered as fault:
-        detail = fault.detail
-        return Finding("TAMPERED", fault.message, detail.get("field", "attestation"), None, detail.get("expected"),
-                       detail.get("got"))
+        return Finding.tampered(fault, "attestation")
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         return Finding("TAMPERED", f"record or attestation isn't well-formed: {type(error).__name__}: {error}", "attestation")
     if opened.signer is None or head.signer is None:                                        # 4
@@ -124,8 +122,7 @@ def check_log(head: Mapping[str, Any], entries: Sequence[Mapping[str, Any]], tru
             what = f"the first {before.size} entries of the log, as seen last,"
             _expect_root(merkle.root(leaves[: before.size]), before.root, what, "log.consistency")
     except Tampered as fault:
-        return Finding("TAMPERED", fault.message, fault.detail.get("field"), None, fault.detail.get("expected"),
-                       fault.detail.get("got"))
+        return Finding.tampered(fault, "log")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         return Finding("TAMPERED", f"the log isn't well-formed: {type(error).__name__}: {error}", "log")
     if now.signer is None:

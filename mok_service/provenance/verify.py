@@ -27,6 +27,13 @@ class Finding:
     expected: str | None = None
     got: str | None = None
 
+    @classmethod
+    def tampered(cls, fault: Tampered, field: str | None = None) -> Finding:
+        """The verdict TAMPERED, as `fault` says it; `field` is for a fault that names neither a field nor a part or file."""
+        detail = fault.detail
+        named = detail.get("field") or detail.get("part") or detail.get("file") or field
+        return cls("TAMPERED", fault.message, named, detail.get("step"), _text(detail.get("expected")), _text(detail.get("got")))
+
     def as_dict(self) -> dict[str, Any]:
         return {"verdict": self.verdict, "message": self.message, "field": self.field, "step": self.step,
                 "expected": self.expected, "got": self.got}
@@ -143,9 +150,7 @@ def check(record: Mapping[str, Any], found: Mapping[int, FoundCheckpoint]) -> Fi
         _check_end(record, records)                                                         # 7
         missing = _check_bytes(record["checkpoints"], found)                                # 8
     except Tampered as fault:
-        detail = fault.detail
-        return Finding("TAMPERED", fault.message, detail.get("field", "chain"), detail.get("step"),
-                       _text(detail.get("expected")), _text(detail.get("got")))
+        return Finding.tampered(fault, "chain")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         return Finding("TAMPERED", f"the record isn't well-formed: {type(error).__name__}: {error}", "record")
     if missing:

@@ -129,8 +129,7 @@ def _replayed(
     except SourceDrift as fault:
         return Finding("INCONCLUSIVE", f"the data here are not those of the record: {fault.message}", "manifest")
     except Tampered as fault:
-        return Finding("TAMPERED", fault.message, fault.detail.get("part") or fault.detail.get("file"), fault.detail.get("step"),
-                       fault.detail.get("expected"), fault.detail.get("got"))
+        return Finding.tampered(fault, "checkpoint")
     except Diverged as fault:
         return excused(fault.detail["finding"], drift)
     except NonFinite as fault:

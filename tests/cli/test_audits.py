@@ -265,6 +265,8 @@ def test_verdicts_are_signed_logged_and_exported(
     assert heads["chain-head"] == {"sha256": str(world.run(run).head).removeprefix("sha256:")}
     told = mok("verify", folder, "--key", key)
     assert told.status == 0 and f"the audit {first} (AUDITED)" in told.out
+    heads_of_log = {json.dumps(json.loads(path.read_text())["head"]) for path in folder.rglob("log.json")}
+    assert len(list(folder.rglob("log.json"))) == 3 and len(heads_of_log) == 1, "proved under one head"
     assert audit(mok, folder, key) == (0, "AUDITED", None, None)
 
 

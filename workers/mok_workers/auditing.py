@@ -42,10 +42,4 @@ class AuditTraining:
                 if record.step != last and self._control.stop_wanted() is not None:
                     return
         except Tampered as fault:
-            raise TrainingFailed(fault.message, reason="tampered", finding=_finding(fault)) from fault
-
-
-def _finding(fault: Tampered) -> Finding:
-    detail = fault.detail
-    return Finding("TAMPERED", fault.message, detail.get("part") or detail.get("file") or "checkpoint", detail.get("step"),
-                   detail.get("expected"), detail.get("got"))
+            raise TrainingFailed(fault.message, reason="tampered", finding=Finding.tampered(fault, "checkpoint")) from fault

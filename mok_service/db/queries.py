@@ -75,7 +75,7 @@ def insert_or(tx: Connection, table: Table) -> postgresql.Insert | sqlite.Insert
 
 
 @cache
-def _insert(dialect: str, table: Table) -> Any:
+def _insert(dialect: str, table: Table) -> postgresql.Insert | sqlite.Insert:
     return postgresql.insert(table) if dialect == "postgresql" else sqlite.insert(table)
 
 
@@ -88,8 +88,7 @@ def put(tx: Connection, table: Table, key: str, values: Values) -> None:
 def _put(dialect: str, table: Table, key: str, columns: tuple[str, ...]) -> Executable:
     inserted = _insert(dialect, table)
     changed = {name: inserted.excluded[name] for name in columns if name != key}
-    found: Executable = inserted.on_conflict_do_update(index_elements=[key], set_=changed)
-    return found
+    return inserted.on_conflict_do_update(index_elements=[key], set_=changed)
 
 
 def add_unless_there(tx: Connection, table: Table, rows: Sequence[Values]) -> None:
@@ -193,11 +192,14 @@ def lock_claims(tx: Connection) -> None:
         tx.execute(select(func.pg_advisory_xact_lock(CLAIM_LOCK)))
 
 
+_CANDIDATE = select(runs).where(
+    runs.c.id == bindparam("of"), runs.c.status == "queued", or_(runs.c.retry_at.is_(None), runs.c.retry_at <= bindparam("now")),
+).with_for_update(key_share=True, skip_locked=True)
+
+
 def lock_candidate(tx: Connection, run_id: str, now: datetime) -> Row | None:
     """The run, locked, if it may be claimed and nobody else holds it."""
-    query = select(runs).where(runs.c.id == run_id, runs.c.status == "queued",
-                               or_(runs.c.retry_at.is_(None), runs.c.retry_at <= now))
-    return one_row(tx, query.with_for_update(key_share=True, skip_locked=True))
+    return one_row(tx, _CANDIDATE, {"of": run_id, "now": now})
 
 
 _RENEW_LEASE = update(runs).where(runs.c.id == bindparam("of"), runs.c.lease_token == bindparam("token")).returning(
@@ -395,10 +397,12 @@ def all_nodes(tx: Connection) -> list[Row]:
     return all_rows(tx, _ALL_NODES)
 
 
+_UNSEEN = nodes.delete().where(nodes.c.worker == bindparam("of"), nodes.c.name.not_in(bindparam("seen", expanding=True)))
+
+
 def replace_nodes(tx: Connection, worker: str, rows: Sequence[Values]) -> None:
     """The nodes that a scheduler sees: stored by name, and the ones that it saw before and no longer sees are removed."""
-    names = [row["name"] for row in rows]
-    tx.execute(nodes.delete().where(nodes.c.worker == worker, nodes.c.name.not_in(names)))
+    tx.execute(_UNSEEN, {"of": worker, "seen": [row["name"] for row in rows]})
     for row in sorted(rows, key=lambda row: str(row["name"])):
         put(tx, nodes, "name", row)
 

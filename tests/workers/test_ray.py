@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -16,9 +17,11 @@ from mok_service import runs
 from mok_workers import placed
 from mok_workers.cluster import OBJECT_STORE_BYTES, RayCluster, temp_folder
 from mok_workers.messages import Lost, Seen
+from mok_workers.placed import RayActors
+from mok_workers.pool import Limits, Pool
 from mok_workers.scheduler import Scheduler
 from mok_workers.supervisor import runs as runs_still
-from tests.workers.fakes import Opens, payload
+from tests.workers.fakes import Opens, nothing, payload
 from tests.workers.world import World
 
 SECONDS_MAX = 60.0
@@ -33,6 +36,24 @@ def make_ray_world(make_world: Callable[..., World], ray_cluster: RayCluster) ->
         return world
 
     return make
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Path:
+    """What the programs of the processes are measured by."""
+    path = tmp_path / "programs"
+    path.write_text("as they were")
+    return path
+
+
+@pytest.fixture
+def keeping(ray_cluster: RayCluster, programs: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
+    """The cluster keeps processes while a test lasts."""
+    pool = Pool(RayActors(programs.read_text, nothing), Limits(kept_max=2), time.monotonic)
+    monkeypatch.setattr(ray_cluster, "_pool", pool)
+    yield pool
+    pool.clear("the test is over")
+    until(lambda: not actors())
 
 
 def until(reached: Callable[[], bool]) -> None:
@@ -117,6 +138,111 @@ def test_an_actor_that_nobody_asks_leaves_by_itself(ray_cluster: RayCluster, tmp
     assert isinstance(answer, Lost) and answer.end == "worker_lost"
     handle.end()
     until(handle.gone)
+
+
+# ---- processes that are kept ---------------------------------------------------------------------------------------------
+
+def where(world: World, run_id: str) -> tuple[int, int]:
+    """The process of a run's last attempt, and how many attempts it had executed before."""
+    placement = runs.attempts(world.db, run_id)[-1].placement
+    assert placement is not None
+    return placement["pid"], placement["attempts_before"]
+
+
+def completed(world: World, **fields: Any) -> tuple[int, int]:
+    """`where` a run that succeeded at its first attempt was executed."""
+    run_id = world.submit(**fields)
+    world.ended(run_id)
+    world.assert_whole(run_id)
+    assert world.ends(run_id) == ["finished"]
+    return where(world, run_id)
+
+
+def test_runs_follow_each_other_in_one_process_which_holds_no_devices(
+    make_ray_world: Callable[[Opens], World], ray_cluster: RayCluster, keeping: Pool
+) -> None:
+    world = make_ray_world(Opens())
+    pid, before = completed(world)
+    assert before == 0 and [process.pid for process in actors()] == [pid]
+    assert ray_cluster.names() == set()
+    until(lambda: free_cpus() == len(os.sched_getaffinity(0)))
+    assert [completed(world, threads=threads) for threads in (1, 0)] == [(pid, 1), (pid, 2)]
+    keeping.clear("the test is over")
+    until(lambda: not actors())
+
+
+def test_a_kept_process_that_died_or_refuses_costs_no_attempt(
+    make_ray_world: Callable[[Opens], World], ray_cluster: RayCluster, keeping: Pool, programs: Path
+) -> None:
+    world = make_ray_world(Opens())
+    pid, _ = completed(world)
+    psutil.Process(pid).kill()
+    another, before = completed(world)
+    assert another != pid and before == 0
+    programs.write_text("edited")
+    third, before = completed(world)
+    assert third not in (pid, another) and before == 0
+    assert completed(world) == (third, 1)
+
+
+def test_an_idle_process_that_doesnt_rest_is_ended(
+    make_ray_world: Callable[[Opens], World], ray_cluster: RayCluster, keeping: Pool
+) -> None:
+    completed(make_ray_world(Opens()))
+    keeping.idle[0].name = "another's"
+    keeping._ask(keeping.idle[0])
+
+    def tended() -> bool:
+        ray_cluster.tend()
+        return not keeping.idle
+
+    until(tended)
+    until(lambda: not actors())
+
+
+def test_only_a_run_that_came_to_its_end_leaves_its_process_to_others(
+    make_ray_world: Callable[[Opens], World], ray_cluster: RayCluster, keeping: Pool
+) -> None:
+    world = make_ray_world(Opens({5: "crash"}))
+    crashed = world.submit()
+    world.ended(crashed)
+    world.assert_whole(crashed)
+    assert world.ends(crashed) == ["failed", "finished"]
+    first, second = (attempt.placement["pid"] for attempt in runs.attempts(world.db, crashed) if attempt.placement is not None)
+    assert first != second and [worker.attempts for worker in keeping.idle] == [1]
+    ray_cluster._opens = Opens()
+    cancelled = world.submit(steps=100_000)
+    world.stored(cancelled, 10)
+    runs.cancel(world.db, cancelled)
+    assert world.ended(cancelled).status == "cancelled" and where(world, cancelled) == (second, 1)
+    assert not keeping.idle and not actors(), "a cancelled run's process ends, whatever it was before"
+
+
+def test_a_process_that_is_ready_executes_the_first_run(
+    make_ray_world: Callable[[Opens], World], ray_cluster: RayCluster, keeping: Pool
+) -> None:
+    keeping._limits = Limits(ready=1)
+    ray_cluster.nodes()
+    ray_cluster.tend()
+    until(lambda: len(actors()) == 1)
+    [ready] = actors()
+    world = make_ray_world(Opens())
+    assert completed(world) == (ready.pid, 0)
+
+
+def test_who_ends_an_attempt_by_its_name_ends_its_process(
+    make_ray_world: Callable[[Opens], World], ray_cluster: RayCluster, keeping: Pool
+) -> None:
+    """As another scheduler of the cluster does, once the attempt isn't leased any more."""
+    world = make_ray_world(Opens())
+    run_id = world.submit(steps=100_000)
+    world.stored(run_id, 10)
+    [process] = actors()
+    ray_cluster.end(f"{run_id}-7")
+    ray_cluster.end(f"{run_id}-1")
+    until(lambda: not runs_still(process))
+    assert f"{run_id}-1" not in ray_cluster.names()
+    world.until(lambda: world.ends(run_id)[0] == "worker_lost")
 
 
 def test_rays_folder_is_ours_alone_and_short_enough(tmp_path: Path) -> None:

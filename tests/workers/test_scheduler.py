@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -12,16 +13,18 @@ from datetime import timedelta
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from mok_service import runs
+from mok_service import jobs, runs
+from mok_service.db.session import Database
 from mok_service.errors import Conflict, LibraryUnusable
 from mok_service.placement import NodeSize
 from mok_service.provenance.chain import StepRecord
+from mok_service.spec import parse_job
 from mok_workers.attempt import Control
 from mok_workers.cluster import InProcessHandle
 from mok_workers.messages import Payload
 from mok_workers.scheduler import Scheduler
 from tests.workers.fakes import FakeTraining, Opens, chain, job_document
-from tests.workers.world import World
+from tests.workers.world import SECONDS_MAX, World
 
 MakeWorld = Callable[..., World]
 
@@ -535,3 +538,35 @@ def test_whatever_dies_whenever_every_run_ends_with_the_same_bits(make_world: Ma
     world.ended(*run_ids)
     for run_id in run_ids:
         world.assert_whole(run_id, 12)
+
+
+def test_a_round_follows_what_this_process_writes_and_news_of_elsewhere(world: World) -> None:
+    """No time passes but a moment, and the scheduler looks by itself once in a minute."""
+    world.settings = world.settings.model_copy(update={"tick_seconds": 60.0})
+    news, stop = threading.Event(), threading.Event()
+    scheduler = Scheduler(world.db, world.cluster, world.settings, news=news)
+    up = threading.Event()
+    thread = threading.Thread(target=scheduler.run_forever, args=(stop, up.set))
+    thread.start()
+
+    def ended(run_id: str) -> None:
+        deadline = time.monotonic() + SECONDS_MAX
+        while not world.run(run_id).ended:
+            assert time.monotonic() < deadline, "nobody looked"
+            time.sleep(0.01)
+
+    try:
+        assert up.wait(SECONDS_MAX)
+        written_here = world.submit()
+        ended(written_here)
+        elsewhere = Database(world.url, clock=lambda: world.now)
+        written_there = jobs.submit(elsewhere, parse_job(job_document(seed=8)), now=world.now).run.id
+        elsewhere.close()
+        news.set()
+        ended(written_there)
+    finally:
+        stop.set()
+        news.set()
+        thread.join(SECONDS_MAX)
+    world.assert_whole(written_here)
+    assert world.run(written_there).status == "succeeded" and not thread.is_alive()

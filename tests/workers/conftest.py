@@ -18,6 +18,7 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster
     cluster = RayCluster(tmp_path_factory.mktemp("ray"), Opens(), seconds_max=0.2, measure=unchanged, load=nothing)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOK_DATABASE_URL", "postgresql://user:hunter2@host/name")
+        patch.setattr("mok_workers.cluster.gpus", lambda: ("one that nobody uses",))  # Ray believes what it is told
         cluster.start()
     yield cluster
     cluster.close()

@@ -67,7 +67,8 @@ class FakeTraining:
         go: threading.Event | None = None,
     ) -> None:
         self.manifest = MANIFEST
-        self.environment: dict[str, Any] = {"code": {"version": "0"}, "seen": sorted(os.environ)}
+        self.environment: dict[str, Any] = {"code": {"version": "0"}, "seen": sorted(os.environ),
+                                            "visible": os.environ.get("CUDA_VISIBLE_DEVICES")}
         self.placement: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid(), "rank": 0, "cpus": 1, "gpus": []}
         self._payload, self._control, self._faults, self._flip, self._go = payload, control, dict(faults or {}), flip, go
         self._folder = Path(payload.checkpoints)

@@ -218,6 +218,21 @@ def test_only_a_run_that_came_to_its_end_leaves_its_process_to_others(
     assert not keeping.idle and not actors(), "a cancelled run's process ends, whatever it was before"
 
 
+def test_a_process_with_a_gpu_sees_that_one_and_serves_one_attempt(
+    make_ray_world: Callable[[Opens], World], ray_cluster: RayCluster, keeping: Pool
+) -> None:
+    world = make_ray_world(Opens())
+    completed(world)
+    kept = keeping.idle[0]
+    run_id = world.submit(device="cuda", threads=1)
+    world.ended(run_id)
+    world.assert_whole(run_id)
+    environment = runs.attempts(world.db, run_id)[0].environment
+    assert environment is not None and environment["visible"] == "0" and where(world, run_id)[1] == 0
+    assert keeping.idle == [kept], "it was neither used nor joined"
+    until(lambda: len(actors()) == 1)
+
+
 def test_a_process_that_is_ready_executes_the_first_run(
     make_ray_world: Callable[[Opens], World], ray_cluster: RayCluster, keeping: Pool
 ) -> None:

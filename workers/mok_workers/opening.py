@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from mok_service.environment import environment, gpus
@@ -47,6 +48,7 @@ class Opened:
     @classmethod
     def of(cls, payload: Payload, control: Control) -> Self:
         job = parse_job(payload.job)
+        torch.set_num_threads(payload.devices.cpus)  # of copies; a process may have had more or fewer for its last attempt
         roots = [Path(root) for root in payload.data_roots]
         sources = None if payload.remote is None else Sources(payload.remote, control.log)
         corpus = open_corpus(job.training.data, roots, job.training.model.vocabulary_size, payload.manifest, sources)

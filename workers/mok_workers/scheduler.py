@@ -40,7 +40,7 @@ REAP_SECONDS: Final = 1.0
 TEND_SECONDS: Final = 5.0
 BUSY_TICK_SECONDS: Final = 0.1   # with something running, the scheduler looks at least this often
 PAUSE_SECONDS_MIN: Final = 0.01  # between two rounds, however much there is to hear
-PAUSE_OF_ROUND: Final = 2.0      # and as many times as long as the round took: what it keeps busy, others need too
+PAUSE_OF_ROUND: Final = 3.0      # and as many times as long as the round took: what it keeps busy, others need too
 RETRY_SECONDS_MAX: Final = 600.0
 DATABASE_TROUBLE: Final = (OperationalError, InterfaceError, PoolTimeout)  # it may be back at the next tick
 

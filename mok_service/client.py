@@ -162,6 +162,10 @@ class Client:
         """What was signed about a run that has ended: {"envelope": ..., "log_index": ...}. NotFound while there is none."""
         return self._json("GET", f"/v1/runs/{_part(run_id)}/attestation")
 
+    def delete_checkpoint(self, run_id: str, step: int) -> dict[str, Any]:
+        """Delete a checkpoint's bytes; its digests stay on record."""
+        return self._json("DELETE", f"/v1/runs/{_part(run_id)}/checkpoints/{step}")
+
     def checkpoint_file(self, run_id: str, step: int, name: str) -> Iterator[bytes]:
         """The bytes of a checkpoint's file, in pieces."""
         path = f"/v1/runs/{_part(run_id)}/checkpoints/{step}/files/{_part(name)}"

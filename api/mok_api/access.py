@@ -32,6 +32,7 @@ ROUTES: Final[dict[tuple[str, str], Permission | Literal["public"]]] = {
     **{("GET", f"{RUN}/{part}"): "read" for part in (
         "steps", "logs", "events", "checkpoints", "attempts", "verifications", "provenance", "attestation", "lineage",
         "checkpoints/{step}/files/{name}")},
+    ("DELETE", f"{RUN}/checkpoints/{{step}}"): "write",
     ("POST", "/v1/verifications"): "write", ("GET", "/v1/verifications/{verification}"): "read",
     ("POST", "/v1/verifications/{verification}/cancel"): "write",
     ("GET", "/v1/verifications/{verification}/attestation"): "read",

@@ -12,7 +12,23 @@ from types import FrameType
 
 import typer
 
-from mok_service.cli import apikeys, auditlog, bisect, db, demo, find, jobs, lineage, proof, quota, runs, services, train, verify
+from mok_service.cli import (
+    apikeys,
+    auditlog,
+    bisect,
+    checkpoints,
+    db,
+    demo,
+    find,
+    jobs,
+    lineage,
+    proof,
+    quota,
+    runs,
+    services,
+    train,
+    verify,
+)
 from mok_service.errors import MokError
 
 EPILOG = ("Exit status: 0 what was asked is true (INTACT, AUDITED, REPRODUCED, equal, succeeded); 1 failed; 2 usage; 3 DIVERGED "
@@ -23,7 +39,8 @@ app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-for module in (demo, services, apikeys, auditlog, db, jobs, runs, find, lineage, verify, bisect, proof, quota, train):
+for module in (demo, services, apikeys, auditlog, db, jobs, runs, checkpoints, find, lineage, verify, bisect, proof, quota,
+               train):
     module.add_to(app)
 
 

@@ -30,7 +30,7 @@ from sqlalchemy import (
     union_all,
 )
 
-from mok_service.db.queries import Key, Row, add_unless_there, all_rows, page
+from mok_service.db.queries import Key, Row, add_unless_there, all_rows, one_row, page
 from mok_service.db.tables import (
     attempts,
     attestations,
@@ -42,6 +42,7 @@ from mok_service.db.tables import (
     step_records,
     verifications,
 )
+from mok_service.lifecycle import FINAL, UNCHAINED
 from mok_service.provenance.digest import Digest
 
 CHECKPOINT_FILE, NATIVE_LIBRARY = "checkpoint-file", "native-library"
@@ -225,6 +226,18 @@ def sources_by_weights(tx: Connection, tenant: str, ids: Sequence[str], limit: i
     query = query.join(checkpoints, checkpoints.c.weights == runs.c.init_weights).where(
         runs.c.id.in_(ids), runs.c.init_run.is_(None), _of(checkpoints.c.tenant, tenant))
     return all_rows(tx, query.order_by(runs.c.id, checkpoints.c.run_id, checkpoints.c.step).limit(limit))
+
+
+def needs_checkpoint(tx: Connection, run_id: str, weights: Digest) -> Row | None:
+    """Id and kind of a run that hasn't ended, and audits or bisects the run, or starts from its checkpoint of these weights."""
+    v, r = verifications.c, runs.c
+    run = select(r.id, r.kind, r.status)
+    verifying = (run.join(verifications, v.executed_by == r.id).where(column == run_id, r.kind.in_(UNCHAINED))
+                 for column in (v.run_id, v.against))
+    starting = run.where(r.init_run == run_id, r.init_weights == weights)
+    found = union(*verifying, starting).subquery()
+    going = select(found.c.id, found.c.kind).where(found.c.status.not_in(sorted(FINAL)))
+    return one_row(tx, going.order_by(found.c.id).limit(1))
 
 
 def step_of_weights(tx: Connection, run_id: str, weights: Digest | None) -> int | None:

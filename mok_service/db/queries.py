@@ -42,7 +42,6 @@ from mok_service.db.tables import (
     verification_attestations,
     verifications,
 )
-from mok_service.lifecycle import FINAL
 from mok_service.provenance.digest import Digest
 
 Key = tuple[datetime, str]  # created_at and id: the order of every list
@@ -318,13 +317,6 @@ def _with_executor() -> Select[Any]:
 def verification(tx: Connection, verification_id: str, tenant: str) -> Row | None:
     t = verifications
     return one_row(tx, _with_executor().where(t.c.id == verification_id, t.c.tenant == tenant))
-
-
-def going_audit_of(tx: Connection, run_id: str) -> str | None:
-    """An audit of the run that hasn't ended."""
-    query = select(runs.c.id).where(runs.c.reproduces == run_id, runs.c.kind == "audit", runs.c.status.not_in(sorted(FINAL)))
-    found: str | None = tx.execute(query.limit(1)).scalar_one_or_none()
-    return found
 
 
 # ---- Attestations and their log --------------------------------------------------------------------------------------

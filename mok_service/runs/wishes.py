@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from mok_service.db import queries
+from mok_service.db import lineage, queries
 from mok_service.db.session import Database
 from mok_service.errors import Conflict, NotFound
 from mok_service.lifecycle import FINAL
@@ -77,7 +77,8 @@ def checkpoint_deleted(db: Database, run_id: str, step: int, tenant: str = "loca
                        now: datetime | None = None) -> StoredCheckpoint:
     """Records that a checkpoint's bytes are to go; its digests stay. To be called before the bytes are removed.
 
-    Raises NotFound when there is none, Conflict when the run could still need it (it hasn't ended).
+    Raises NotFound when there is none, Conflict while something that hasn't ended could need it: the run itself, an audit or a
+    bisect of it, a run that starts from it.
     """
     at = now if now is not None else db.now()
     with locked(db, run_id, tenant) as run:
@@ -87,10 +88,10 @@ def checkpoint_deleted(db: Database, run_id: str, step: int, tenant: str = "loca
         if run["status"] not in FINAL:
             raise Conflict(f"run {run_id} is {run['status']} and may resume from its checkpoint of step {step}", run=run_id,
                            step=step)
-        audit = queries.going_audit_of(run.tx, run_id)
-        if audit is not None:
-            raise Conflict(f"run {audit} audits run {run_id} and may need its checkpoint of step {step}", run=run_id, step=step,
-                           audit=audit)
+        other = lineage.needs_checkpoint(run.tx, run_id, row["weights"])
+        if other is not None:
+            raise Conflict(f"run {other['id']} ({other['kind']}) may need the checkpoint of step {step} of run {run_id}",
+                           run=run_id, step=step, needed_by=other["id"])
         if row["deleted_at"] is None:
             queries.update_checkpoint(run.tx, run_id, step, {"deleted_at": at})
             run.event("checkpoint", {"step": step, "attempt": row["attempt"], "size": row["size"], "head": str(row["head"]),

@@ -24,7 +24,7 @@ VERBS = (
     "demo", "serve", "api", "worker", "submit", "jobs", "rerun", "runs", "find", "lineage", "show", "logs", "watch", "diff",
     "cancel", "pause", "resume", "verify", "bisect", "provenance", "train", "export", "keys show", "keys export", "log verify",
     "db upgrade", "db check", "db current", "db backup", "db restore", "apikey create", "apikey list", "apikey revoke",
-    "audit-log list", "audit-log verify", "quota show", "quota set",
+    "audit-log list", "audit-log verify", "quota show", "quota set", "checkpoints list", "checkpoints rm",
 )
 WITHOUT_JSON = ("demo", "serve", "api", "worker")  # they run, and print as they go
 

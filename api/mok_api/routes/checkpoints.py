@@ -1,4 +1,4 @@
-"""The files of checkpoints."""
+"""The files of checkpoints: download, delete."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from fastapi import APIRouter, Path
 from starlette.responses import StreamingResponse
 
 from mok_api.access import Tenant
+from mok_api.answer import Json
+from mok_api.body import Nothing
 from mok_api.docs import Responses, refusals
 from mok_api.errors import Gone
 from mok_api.parameters import Configured, Db, RunId, StepNumber
-from mok_service import runs
+from mok_api.schemas.runs import Checkpoint
+from mok_service import checkpoints, runs
 from mok_service.errors import NotFound
 from mok_service.runs.types import StoredCheckpoint
 from mok_service.settings import Settings
@@ -50,6 +53,13 @@ def download(db: Db, tenant: Tenant, settings: Configured, run: RunId, step: Ste
         "Repr-Digest": f"sha-256=:{digest}:",
     }
     return StreamingResponse(pieces(stream), headers=headers, media_type="application/octet-stream")
+
+
+@router.delete("/v1/runs/{run}/checkpoints/{step}", response_model=Checkpoint, responses=refusals(404, 409, 413, 415))
+def delete(db: Db, tenant: Tenant, settings: Configured, run: RunId, step: StepNumber, _: Nothing) -> Json:
+    """Delete a checkpoint's bytes; its digests stay on record. Not while its run, or another that may need it, hasn't ended.
+    Again changes nothing."""
+    return Json(checkpoints.delete_checkpoint(db, settings.checkpoints(run), run, int(step), tenant).as_dict())
 
 
 def open_file(settings: Settings, checkpoint: StoredCheckpoint, name: str) -> BinaryIO:

@@ -20,6 +20,7 @@ from mok_api.observe import Observer
 from mok_api.parameters import known_parameters
 from mok_api.routes import access as keys
 from mok_api.routes import audit, checkpoints, digests, jobs, lineage, log, operations, runs, verifications, webhooks
+from mok_api.writing import Writing
 from mok_service.db.session import Database
 from mok_service.settings import Settings
 
@@ -39,8 +40,8 @@ def create_app(db: Database, settings: Settings) -> FastAPI:
         responses=refusals(401, 403, 414, 421, 422, 429, 431, 503),
     )
     app.state.db, app.state.settings, app.state.metrics = db, settings, Metrics()
-    app.state.streams = Streams(settings.event_streams_max, settings.event_streams_tenant_max, settings.event_seconds)
-    app.state.door = Door(settings)
+    app.state.streams = Streams(db, settings.event_streams_max, settings.event_streams_tenant_max, settings.event_seconds)
+    app.state.door, app.state.writing = Door(settings), Writing(db)
     for router in ROUTERS:
         access.check_every_route(router.routes)
         app.include_router(router)

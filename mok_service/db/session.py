@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from functools import cache
@@ -16,6 +16,7 @@ from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url, 
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.sql import func
 
+from mok_service.db.together import Group, carry_out
 from mok_service.errors import InvalidSpec, MokError
 
 BUSY_SECONDS_MAX: Final = 60.0        # how long another process may hold SQLite's write lock
@@ -54,6 +55,7 @@ class Database:
         self.after_write: Final[list[Callable[[], None]]] = []
         # SQLite has one writer: threads of this process queue here, so that only other processes meet its busy handler.
         self._writer: threading.Lock | None = None
+        self._groups = threading.local()  # of a thread that carries out several pieces of work together
         if self.dialect == "sqlite":
             self._writer = threading.Lock()
             self.engine = _sqlite_engine(self.url, read_only)
@@ -64,19 +66,54 @@ class Database:
     def write(self) -> Iterator[Connection]:
         """A transaction that writes: committed when the block ends, rolled back when it raises."""
         assert not self.read_only, "this database was opened for reading"
+        group = self._group()
+        with self._begin() if group is None else group.write() as connection:
+            yield connection
+            action = before_commit.get()
+            if action is not None:
+                action(connection)
+        if group is None:
+            self._tell()
+
+    def together(self, works: Sequence[Callable[[], object]]) -> list[object]:
+        """Carries out pieces of work in turn, in one transaction and with one commit: what each of them returns or, in its place,
+        the exception that it raises. If the commit fails, all that would have been returned is that exception. For SQLite."""
+        assert self.dialect == "sqlite" and self._group() is None
+        found: list[object] = []
+        try:
+            with ExitStack() as stack:
+                self._groups.current = group = Group(self._begin, stack)
+                carry_out(works, group, found)
+        except Exception as error:
+            return [result if isinstance(result, Exception) else error for result in found]
+        finally:
+            self._groups.current = None
+        if group.connection is not None:
+            self._tell()
+        return found
+
+    def _group(self) -> Group | None:
+        found: Group | None = getattr(self._groups, "current", None)
+        return found
+
+    @contextmanager
+    def _begin(self) -> Iterator[Connection]:
         with self._writer or nullcontext(), self.engine.connect() as connection:
             connection.execution_options(mok_write=True)
             with connection.begin():
                 yield connection
-                action = before_commit.get()
-                if action is not None:
-                    action(connection)
+
+    def _tell(self) -> None:
         for tell in self.after_write:
             tell()
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
         """A transaction that only reads, on one snapshot."""
+        group = self._group()
+        if group is not None and group.connection is not None:
+            yield group.connection  # what the group has written is to be seen, and nobody else writes
+            return
         with self.engine.connect() as connection:
             if self.dialect == "postgresql":
                 connection.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)

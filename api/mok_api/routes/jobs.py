@@ -10,6 +10,7 @@ from mok_api.body import IdempotencyKey, JsonText, idempotency, parse
 from mok_api.docs import created, json_body, refusals
 from mok_api.parameters import Configured, Cursor, Db, JobId, Name, OfDigest, PageLimit
 from mok_api.schemas import runs as schemas
+from mok_api.writing import together
 from mok_service import jobs, runs
 from mok_service.db.session import Database
 from mok_service.preview import largest_machine, preview
@@ -23,6 +24,7 @@ router = APIRouter(tags=["jobs"])
 @router.post("/v1/jobs", status_code=201, response_model=schemas.Submitted,
              openapi_extra=json_body("JobSpec", schemas.JOB_EXAMPLE),
              responses=created("Location names the job.") | refusals(409, 413, 415))
+@together
 def submit_job(request: Request, db: Db, settings: Configured, tenant: Tenant, body: JsonText,
                idempotency_key: IdempotencyKey = None) -> Json:
     """Submit a training job. Its first run is queued; the answer has the resolved spec with every default and the seed."""
@@ -68,6 +70,7 @@ def get_job(db: Db, tenant: Tenant, job: JobId) -> Json:
 @router.post("/v1/jobs/{job}/runs", status_code=201, response_model=schemas.Run,
              openapi_extra=json_body("NewRun", schemas.NEW_RUN_EXAMPLE),
              responses=created("Location names the run.") | refusals(404, 409, 413, 415))
+@together
 def create_run(request: Request, db: Db, tenant: Tenant, job: JobId, body: JsonText,
                idempotency_key: IdempotencyKey = None) -> Json:
     """Run the job again: a reproduction, compared step by step with an earlier run as its records come in."""

@@ -102,7 +102,7 @@ def list_events(request: Request, db: Db, who: Who, run: RunId, after: AfterNumb
     after = after if last_event_id is None else last_event_id
     if wants_stream(request):
         streams: Streams = request.app.state.streams
-        return streams.answer(db, who, run, after)
+        return streams.answer(who, run, after)
     found = runs.events(db, run, after, limit, who.tenant)
     return _items(found, found[-1].number if found else after)
 

@@ -43,6 +43,8 @@ JOBS: Final = [(seed, 40 + 40 * seed) for seed in range(1, 7)]  # seed and steps
 BACKLOG: Final = 4                # runs that have not ended, at any time
 RECOVERY_SECONDS_MAX: Final = 120.0
 OVERLAP: Final = 0.25             # how often the next kill doesn't wait for the service to recover
+OFTEN: Final = {"actor that trains": 3, "actor that waits": 2, "raylet": 2}  # by weight: machines fail more often than services
+PAUSE_SECONDS_MAX: Final = 3.0    # before a kill
 RETRY_SECONDS: Final = 0.3
 SETTLED_SECONDS: Final = 1.0
 
@@ -92,9 +94,10 @@ class Chaos:
     # ---- killing -------------------------------------------------------------------------------------------------------------
 
     def _one_kill(self) -> None:
-        kinds = self._form.kills()
-        kind = self._random.choice(sorted(kinds))
-        self._live(self._random.uniform(0.0, 4.0))
+        kinds = self._form.kills(self._pids)
+        names = sorted(kinds)
+        kind = self._random.choices(names, [OFTEN.get(name, 1) for name in names])[0]
+        self._live(self._random.uniform(0.0, PAUSE_SECONDS_MAX))
         idle_until = time.monotonic() + RECOVERY_SECONDS_MAX
         while not (trained := self._training()):
             self._live(0.1)
@@ -179,6 +182,15 @@ class Chaos:
         except SQLAlchemyError:
             return []
 
+    def _pids(self) -> set[int]:
+        """The processes that execute an attempt; none while it can't be read."""
+        query = select(attempts.c.placement).where(attempts.c.running_at.is_not(None), attempts.c.ended_at.is_(None))
+        try:
+            with self._db.read() as tx:
+                return {placement["pid"] for placement in tx.execute(query).scalars()}
+        except SQLAlchemyError:
+            return set()
+
     def _steps_of(self, run_ids: Iterable[str]) -> dict[str, int] | None:
         """The last step of each of these runs that has not ended; None while it can't be read."""
         t = run_rows
@@ -248,7 +260,8 @@ def report(stories: list[Story], seed: int) -> str:
         "A real service while its processes are killed (SIGKILL) at random moments: `make chaos`. There are always small jobs",
         "that train. After each kill, programs that ended are started again, as a service manager does. The times are those",
         "until every run that was training has a further step on record, or has ended, and the API answers. A kill overlaps when",
-        "the next one doesn't wait for that. Steps count from one second after the kill, so no time is shorter.", "",
+        "the next one doesn't wait for that. Steps count from one second after the kill, so no time is shorter. Actors and raylets",
+        "are killed more often than the rest, and each node keeps an actor that waits for an attempt (`MOK_ACTORS_READY=1`).", "",
         f"{datetime.now(UTC):%Y-%m-%d}, seed {seed}; {here['cpu']['model']}, {here['cpu'].get('cores', 2)} cores, "
         f"{here['memory_bytes'] / 2**30:.0f} GiB, other work on the machine; Ray {version('ray')}, "
         f"SQLAlchemy {version('sqlalchemy')}, torch {version('torch')}.", "",

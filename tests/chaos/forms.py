@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 import psutil
 
@@ -14,6 +14,9 @@ from tests.chaos.postgres import Postgres
 from tests.operating.installation import Api, Installation, Program, free_port, mok
 
 Kill = Callable[[], bool]  # whether there was something to kill
+Pids = Callable[[], set[int]]  # the processes that execute an attempt, by what they reported; empty while nobody can say
+ACTOR: Final = "ray::TrainActor"
+READY: Final = {"MOK_ACTORS_READY": "1"}  # so that there is a process that waits for an attempt, too
 
 
 class Form(Protocol):
@@ -21,24 +24,29 @@ class Form(Protocol):
     url: str
     settings: Settings
 
-    def kills(self) -> Mapping[str, Kill]:
+    def kills(self, training: Pids) -> Mapping[str, Kill]:
         """What can be killed, by kind."""
 
     def keep(self) -> None:
         """Start again what has ended: a service manager's part."""
 
 
-def kill_one(programs: list[Program], name: str) -> Kill:
-    """Kills one process of this name below the programs."""
+def kill_one(program: Program, name: str, which: Callable[[int], bool] = lambda pid: True) -> Kill:
+    """Kills one process of this name below the program, of those that `which` picks by their pid."""
     def kill() -> bool:
-        for program in programs:
-            for process in program.processes():
-                with suppress(psutil.Error):
-                    if process.name().startswith(name):
-                        process.kill()
-                        return True
+        for process in program.processes():
+            with suppress(psutil.Error):
+                if process.name().startswith(name) and which(process.pid):
+                    process.kill()
+                    return True
         return False
     return kill
+
+
+def kill_actors(program: Program, training: Pids) -> dict[str, Kill]:
+    """One that executes an attempt, and one that waits for one."""
+    return {"actor that trains": kill_one(program, ACTOR, lambda pid: pid in training()),
+            "actor that waits": kill_one(program, ACTOR, lambda pid: pid not in training())}
 
 
 def kill_whole(program: Program) -> Kill:
@@ -78,15 +86,15 @@ class Embedded:
 
     def __init__(self, folder: Path) -> None:
         port = free_port()
-        self.service = Api(mok(folder, "serve", ["serve", "--port", str(port)]), port)
+        self.service = Api(mok(folder, "serve", ["serve", "--port", str(port)], **READY), port)
         self.url, self.settings = self.service.url, Settings(data_dir=folder / "serve")
 
-    def kills(self) -> Mapping[str, Kill]:
+    def kills(self, training: Pids) -> Mapping[str, Kill]:
         program = self.service.program
         return {
             "everything at once": kill_whole(program), "supervisor": kill_root(program),
-            "API and scheduler": kill_child(program), "actor": kill_one([program], "ray::TrainActor"),
-            "raylet": kill_one([program], "raylet"), "Ray's control store": kill_one([program], "gcs_server"),
+            "API and scheduler": kill_child(program), **kill_actors(program, training),
+            "raylet": kill_one(program, "raylet"), "Ray's control store": kill_one(program, "gcs_server"),
         }
 
     def keep(self) -> None:
@@ -101,19 +109,19 @@ class Production:
 
     def __init__(self, folder: Path, postgres: Postgres) -> None:
         self.postgres = postgres
-        self.installation = Installation(folder, postgres.url, apis=2, schedulers=2, cpus=2)
+        self.installation = Installation(folder, postgres.url, apis=2, schedulers=2, cpus=2, scheduler_settings=READY)
         self.url = self.installation.apis[1].url
         self.settings = Settings(
             data_dir=folder / "reader", database_url=postgres.url, checkpoint_dir=folder / "checkpoints"
         )
 
-    def kills(self) -> Mapping[str, Kill]:
+    def kills(self, training: Pids) -> Mapping[str, Kill]:
         parts = self.installation
         ray = parts.ray.program
         return {
             "API": kill_whole(parts.apis[1].program), "scheduler, all of it": kill_whole(parts.schedulers[0]),
             "scheduler's supervisor": kill_root(parts.schedulers[1]), "scheduler's process": kill_child(parts.schedulers[0]),
-            "actor": kill_one([ray], "ray::TrainActor"), "raylet": kill_one([ray], "raylet"),
+            **kill_actors(ray, training), "raylet": kill_one(ray, "raylet"),
             "Ray, all of it": kill_whole(ray), "PostgreSQL": kill_whole(self.postgres.program),
         }
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import httpx
@@ -209,7 +210,10 @@ class Api:
 class Installation:
     """The production form: a database by its URL, one Ray cluster, several API processes, several schedulers."""
 
-    def __init__(self, folder: Path, database_url: str, *, apis: int, schedulers: int, cpus: int) -> None:
+    def __init__(
+        self, folder: Path, database_url: str, *, apis: int, schedulers: int, cpus: int,
+        scheduler_settings: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.folder, self.database_url = folder, database_url
         self.ray = RayHead(folder / "ray", cpus)
         shared = {"MOK_DATABASE_URL": database_url, "MOK_CHECKPOINT_DIR": str(folder / "checkpoints")}
@@ -218,7 +222,7 @@ class Installation:
             port = free_port()
             self.apis.append(Api(mok(folder, f"api-{number}", ["api", "--port", str(port)], **shared), port))
         # One key for all: a record's attestation doesn't depend on who signed it first.
-        joins = {**shared, "MOK_RAY_ADDRESS": self.ray.address, "MOK_RAY_TOKEN": str(self.ray.token),
+        joins = {**shared, **scheduler_settings, "MOK_RAY_ADDRESS": self.ray.address, "MOK_RAY_TOKEN": str(self.ray.token),
                  "MOK_SIGNING_KEY": str(folder / "signing.pem")}
         self.schedulers = [mok(folder, f"scheduler-{number}", ["worker"], **joins) for number in range(schedulers)]
 

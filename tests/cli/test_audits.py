@@ -149,6 +149,26 @@ def test_the_commands_exit_status_is_the_verdicts(
             assert mok("verify", run, "--level", "rerun", "--url", service.url).status == status
 
 
+def test_a_rebuilt_library_excuses_a_difference(
+    mok: Mok, world: World, run: str, exported: Callable[[], tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By REST, by the command and offline (the function: tests/workers): whether it's the library's or the run's can't be said."""
+    forge(world, run, 3)
+    folder, key = exported()
+    code = {**CODE, "native": {"cpu": "sha256:" + "b" * 64}}
+    for module in (opening, offline):
+        monkeypatch.setattr(module, "environment", lambda: {"code": code})
+    with serving(world) as service:
+        for level, more in (("audit", ("--segments", str(STEPS))), ("rerun", ())):
+            result = mok("verify", run, "--level", level, *more, "--url", service.url, "--json")
+            assert (result.status, result.json["verdict"], result.json["step"]) == (5, "INCONCLUSIVE", 3)
+            assert "cpu sha256:bbbb" in result.json["message"] and "this is source drift" in result.json["message"]
+            shown = httpx.get(f"{service.url}/v1/verifications/{result.json['id']}").json()
+            assert (shown["verdict"], shown["field"], shown["step"]) == ("INCONCLUSIVE", "weights", 3)
+    assert audit(mok, folder, key, "--segments", str(STEPS)) == (5, "INCONCLUSIVE", 3, "weights")
+    assert audit(mok, folder, key, level="rerun") == (5, "INCONCLUSIVE", 3, "weights")
+
+
 # ---- Offline ---------------------------------------------------------------------------------------------------------
 
 def test_an_exported_run_is_audited_anywhere(mok: Mok, exported: Callable[[], tuple[Path, Path]], tmp_path: Path) -> None:

@@ -194,7 +194,7 @@ HARMS: dict[str, tuple[Callable[[Stored], None], str, str, int | None]] = {
                             TAMPERED, "log.proof", None),
     "a chain without its end": (cut_the_chain, TAMPERED, "chain.length", None),
     "a run that seems to have failed": (cut_as_if_it_had_failed, TAMPERED, "record", None),
-    "another library": (lambda s: s.change_environment("code", {"native": {"cpu": "sha256:" + "d" * 64}}), TAMPERED, "record", None),
+    "another library": (lambda s: s.change_environment("code", {"native": {"cpu": "sha256:dd"}}), TAMPERED, "record", None),
     "a right signature by an unknown key": (sign_all_anew, "INCONCLUSIVE", "key", None),
     "nothing": (lambda s: None, "INTACT", "", None),
 }

@@ -99,12 +99,12 @@ def uses_query(tenant: str, digest: Digest, limit: int) -> CompoundSelect[Any]:
     u, m, a = digest_uses.c, manifest_files.c, attestations.c
     parts = [
         _part("final-weights", _of(r.tenant, tenant), r.weights == digest, run=r.id, step=r.step),
-        *(_part(f"step-{role}", _of(s.tenant, tenant), _step_digest(s[column], digest), run=s.run_id, step=s.step)
+        *(_part(f"step-{role}", s.tenant == tenant, _step_digest(s[column], digest), run=s.run_id, step=s.step)
           for role, column in (("record", "head"), ("weights", "weights"), ("optimizer", "optimizer"))),
-        *(_part(f"checkpoint-{column}", _of(c.tenant, tenant), c[column] == digest, run=c.run_id, step=c.step)
+        *(_part(f"checkpoint-{column}", c.tenant == tenant, c[column] == digest, run=c.run_id, step=c.step)
           for column in ("weights", "optimizer")),
-        _part(u.role, _of(u.tenant, tenant), u.digest == digest, run=u.run_id, step=u.place, name=u.name),
-        _part("attestation", _of(a.tenant, tenant), a.digest == digest, run=a.run_id),
+        _part(u.role, u.tenant == tenant, u.digest == digest, run=u.run_id, step=u.place, name=u.name),
+        _part("attestation", a.tenant == tenant, a.digest == digest, run=a.run_id),
         _part("initial-weights", _of(r.tenant, tenant), r.init_weights == digest, run=r.id),
         *(_part(role, _of(j.tenant, tenant), j[column] == digest, job=j.id)
           for role, column in (("training-spec", "training_digest"), ("data-manifest", "manifest_digest"))),

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from functools import cache
+from typing import Any, Final
 
 from sqlalchemy import (
+    BindParameter,
     Column,
     ColumnElement,
     CompoundSelect,
@@ -20,6 +22,7 @@ from sqlalchemy import (
     String,
     Text,
     and_,
+    bindparam,
     cast,
     exists,
     func,
@@ -32,6 +35,7 @@ from sqlalchemy import (
 
 from mok_service.db.queries import Key, Row, add_unless_there, all_rows, one_row, page
 from mok_service.db.tables import (
+    DigestText,
     attempts,
     attestations,
     checkpoints,
@@ -46,6 +50,7 @@ from mok_service.lifecycle import FINAL, UNCHAINED
 from mok_service.provenance.digest import Digest
 
 CHECKPOINT_FILE, NATIVE_LIBRARY = "checkpoint-file", "native-library"
+DIGITS: Final = 16  # of a digest, in the indexes of step records
 
 
 # ---- Filling ---------------------------------------------------------------------------------------------------------
@@ -69,19 +74,20 @@ def add_manifest(tx: Connection, tenant: str, manifest: Digest, named: Iterable[
 
 # ---- Looking up a digest ---------------------------------------------------------------------------------------------
 
-def _of(column: Column[str], tenant: str) -> ColumnElement[bool]:
+def _of(column: Column[str], tenant: str | BindParameter[str]) -> ColumnElement[bool]:
     """Rows of a tenant, where another index finds them: the expression keeps SQLite, which has no statistics, from reading all
     rows of the tenant instead."""
     return column.concat("") == tenant
 
 
-def _step_digest(column: Column[Digest], digest: Digest) -> ColumnElement[bool]:
-    """A digest column of step records, by its index: the expression is written as the index has it.
+def _step_digest(column: Column[Digest], digest: Any, digits: Any) -> ColumnElement[bool]:
+    """A digest column of step records, by its index: the expression is written as the index has it. `digits` are the digest's
+    first DIGITS hex digits.
 
     The whole digest is compared by `between`: after an `=`, SQLite puts the constant into the expression and can't use the index.
     """
-    shown: ColumnElement[str] = func.substr(column, literal_column("8"), literal_column("16"), type_=String)
-    return and_(shown == digest.hex[:16], column.between(digest, digest))
+    shown: ColumnElement[str] = func.substr(column, literal_column("8"), literal_column(str(DIGITS)), type_=String)
+    return and_(shown == digits, column.between(digest, digest))
 
 
 def uses_of(tx: Connection, tenant: str, digest: Digest, limit: int) -> list[Row]:
@@ -90,16 +96,20 @@ def uses_of(tx: Connection, tenant: str, digest: Digest, limit: int) -> list[Row
     One statement, since the way to the database and back costs more than an index: each part of it looks at one index, and gives
     `limit` rows at most. What documents name (files, libraries) is one part.
     """
-    return all_rows(tx, uses_query(tenant, digest, limit))
+    values = {"tenant": tenant, "digest": digest, "digits": digest.hex[:DIGITS], "limit": limit}
+    return [dict(row) for row in tx.execute(_uses_query(), values).mappings()]
 
 
-def uses_query(tenant: str, digest: Digest, limit: int) -> CompoundSelect[Any]:
-    """The statement of `uses_of`."""
+@cache
+def _uses_query() -> CompoundSelect[Any]:
+    """The statement of `uses_of`; made once, since that takes longer than running it."""
+    tenant, digits = (bindparam(name, type_=String) for name in ("tenant", "digits"))
+    digest = bindparam("digest", type_=DigestText)
     r, s, c, j = runs.c, step_records.c, checkpoints.c, jobs.c
     u, m, a = digest_uses.c, manifest_files.c, attestations.c
     parts = [
         _part("final-weights", _of(r.tenant, tenant), r.weights == digest, run=r.id, step=r.step),
-        *(_part(f"step-{role}", s.tenant == tenant, _step_digest(s[column], digest), run=s.run_id, step=s.step)
+        *(_part(f"step-{role}", s.tenant == tenant, _step_digest(s[column], digest, digits), run=s.run_id, step=s.step)
           for role, column in (("record", "head"), ("weights", "weights"), ("optimizer", "optimizer"))),
         *(_part(f"checkpoint-{column}", c.tenant == tenant, c[column] == digest, run=c.run_id, step=c.step)
           for column in ("weights", "optimizer")),
@@ -111,7 +121,7 @@ def uses_query(tenant: str, digest: Digest, limit: int) -> CompoundSelect[Any]:
         _part("data-file", _of(j.tenant, tenant), m.tenant == tenant, m.digest == digest, m.manifest_digest == j.manifest_digest,
               job=j.id, name=m.name),
     ]
-    limited = (part.limit(limit).subquery() for part in parts)
+    limited = (part.limit(bindparam("limit", type_=Integer)).subquery() for part in parts)
     return union_all(*(select(literal_column(str(number)).label("part"), *part.c) for number, part in enumerate(limited)))
 
 
@@ -174,7 +184,8 @@ def _with_digest(digest: Digest) -> CompoundSelect[Any]:
     return union(
         *(select(runs.c.id).join(jobs, jobs.c.id == runs.c.job_id).where(column == digest)
           for column in (jobs.c.training_digest, jobs.c.manifest_digest)),
-        *(select(t.c.run_id).where(_step_digest(column, digest)) for column in (t.c.head, t.c.weights, t.c.optimizer)),
+        *(select(t.c.run_id).where(_step_digest(column, digest, digest.hex[:DIGITS]))
+          for column in (t.c.head, t.c.weights, t.c.optimizer)),
         select(c.c.run_id).where(c.c.weights == digest),
         *(select(runs.c.id).where(column == digest) for column in (runs.c.weights, runs.c.init_weights)),
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from math import inf
 from typing import Any, Final, Literal
 
 from mok_service.placement import NodeSize
@@ -15,6 +16,7 @@ from mok_service.provenance.checkpoint import CheckpointFile, CheckpointInfo
 from mok_service.provenance.digest import Digest, sha256
 from mok_service.provenance.manifest import DataManifest, ManifestFile
 from mok_service.spec import JobSpec, parse_job, resolve, training_digest
+from mok_workers.cluster import ClusterLost
 from mok_workers.messages import Failure, Lost, Payload, Reply, Seen, Started
 
 MANIFEST: Final = DataManifest("files", (ManifestFile("a.txt", 3, "ab" * 32),), "bytes", 4)
@@ -65,13 +67,14 @@ class Worker:
     """One attempt on a machine. What it has done is a function of the time; nothing wakes it up."""
 
     payload: Payload
-    ready_at: float                       # on the machines' clock, which no one sets
     pace: float                           # seconds a step
     doom: Doom
-    doom_at: float
     deaf: bool                            # ignores a wish to stop
     resumed_from: int | None
-    leaves_at: float                      # nobody asked for so long
+    node: str | None = None               # None while it waits for room; until then nothing happens to it
+    ready_at: float = inf                 # on the machines' clock, which no one sets
+    doom_at: float = inf
+    leaves_at: float = inf                # nobody asked for so long
     stop_at: float | None = None
     killed_at: float | None = None
     freed_at: float | None = None         # after it was killed
@@ -147,6 +150,7 @@ class Machines:
 
     choose: random.Random
     nodes: list[NodeSize]
+    away: list[NodeSize] = field(default_factory=list)         # lost, and may come back
     now: float = 0.0
     faulty: bool = True
     workers: dict[str, Worker] = field(default_factory=dict)
@@ -156,6 +160,8 @@ class Machines:
     def settle(self) -> None:
         """Checkpoints reach the disk, and devices become free."""
         for name, worker in list(self.workers.items()):
+            if worker.node is None and worker.killed_at is None:
+                self._seat(worker)
             end = worker.killed_at if worker.killed_at is not None else self.now
             self.stored[run_of(name)].update(info.step for info in worker.committed(min(end, self.now, worker.leaves_at)))
             if worker.died(self.now) is not None:
@@ -171,22 +177,51 @@ class Machines:
         doom: Doom = "none"
         if self.faulty and choose.random() < 0.3:
             doom = choose.choice(("crash", "crash", "memory", "error", "error", "nan", "data"))
-        ready = self.now + choose.choice((0.2, 1.0, 4.0))
-        worker = Worker(
-            payload, ready, choose.choice((0.3, 1.0, 3.0)), doom, self.now + choose.uniform(0.0, 12.0),
-            self.faulty and choose.random() < 0.1, max(usable, default=None), self.now + payload.lease_seconds,
-        )
+        worker = Worker(payload, choose.choice((0.3, 1.0, 3.0)), doom, self.faulty and choose.random() < 0.1,
+                        max(usable, default=None))
         self.dooms.setdefault(run_id, set())
         if doom in ("error", "nan", "data"):
             self.dooms[run_id].add(doom)
         self.workers[payload.name] = worker
+        self._seat(worker)
         return worker
+
+    def left(self, node: NodeSize) -> NodeSize:
+        """What nobody holds of a node."""
+        for worker in self.workers.values():
+            if worker.node == node.name and worker.holds(self.now):
+                node = node.less(worker.payload.devices)
+        return node
+
+    def _seat(self, worker: Worker) -> None:
+        """Begin a worker on any node that has room for it: which one isn't the scheduler's choice."""
+        roomy = [node for node in self.nodes if self.left(node).ranks(worker.payload.devices)]
+        if roomy:
+            worker.node = self.choose.choice(roomy).name
+            worker.ready_at = self.now + self.choose.choice((0.2, 1.0, 4.0))
+            worker.doom_at = self.now + self.choose.uniform(0.0, 12.0)
+            worker.leaves_at = self.now + worker.payload.lease_seconds
 
     def kill(self, worker: Worker) -> None:
         if worker.killed_at is None:
             worker.killed_at = self.now
-            wait = self.choose.choice((0.0, 0.0, 1.0, 5.0, 100.0)) if self.faulty else 0.0
-            worker.freed_at = self.now + wait
+            slow = self.faulty and worker.node is not None
+            worker.freed_at = self.now + (self.choose.choice((0.0, 0.0, 1.0, 5.0, 100.0)) if slow else 0.0)
+
+    def lose(self, node: NodeSize) -> None:
+        """A node goes, and what runs on it."""
+        self.settle()
+        self.nodes.remove(node)
+        self.away.append(node)
+        for worker in self.workers.values():
+            if worker.node == node.name:
+                worker.killed_at = self.now if worker.killed_at is None else worker.killed_at
+                worker.freed_at = self.now
+
+    def restore(self, node: NodeSize, cpus: int) -> None:
+        """A node that was lost comes back, perhaps with other CPUs."""
+        self.away.remove(node)
+        self.nodes.append(replace(node, cpus=cpus))
 
 
 def run_of(name: str) -> str:
@@ -203,14 +238,14 @@ class SimulatedHandle:
         self._again: Reply | None = None
 
     def ask(self, seen: Seen, lease_seconds: float) -> None:
-        if self._question is not None:
+        if self._question is not None or self._worker.node is None:
             return
         choose, now = self._machines.choose, self._machines.now
         self._question = seen
         fate = choose.random() if self._machines.faulty else 1.0
         self._arrives = now + (choose.uniform(1.0, 8.0) if fate < 0.15 else 0.0)
         if fate < 0.03:
-            self._arrives = float("inf")  # lost: the worker will leave, since nobody asks
+            self._arrives = inf  # lost: the worker will leave, since nobody asks
         elif self._worker.died(now) is None:
             self._worker.leaves_at = now + lease_seconds
 
@@ -257,6 +292,8 @@ class SimulatedCluster:
         pass
 
     def nodes(self) -> Sequence[NodeSize]:
+        if not self._machines.nodes:
+            raise ClusterLost("no node is alive")
         return list(self._machines.nodes)
 
     def place(self, payload: Payload) -> SimulatedHandle:

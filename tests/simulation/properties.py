@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from mok_service.db.session import Database
 from mok_service.lifecycle import TRANSITIONS, RunStatus
-from mok_service.placement import free_after
+from mok_service.placement import NodeSize, free_after
 from mok_service.runs.types import Lease
 from mok_service.spec import ExecutionSpec
 from tests.simulation.machines import chain
@@ -57,10 +57,19 @@ def roomy(world: World, claim: Callable[..., Lease | None]) -> Callable[..., Lea
             world.say("claimed", lease.run_id, "attempt", lease.attempt)
             demand(free_after([execution for _, _, execution in active], world.seen_by(db)) is not None,
                    f"more is active than fits: {[run_id for run_id, _, _ in active]}")
+            _devices_enough([execution for _, _, execution in active], world.seen_by(db))
             _quota_kept(world, lease, active)
         return lease
 
     return checked
+
+
+def _devices_enough(active: Sequence[ExecutionSpec], nodes: Sequence[NodeSize]) -> None:
+    """The same, counted without placing anything: each run holds a GPU, or at least one CPU."""
+    gpus = sum(execution.count for execution in active if execution.device == "cuda")
+    cpus = sum(max(1, min(execution.threads, *(node.cpus for node in nodes), 99)) for execution in active)
+    demand(gpus <= sum(node.gpus for node in nodes), f"{gpus} GPUs are held of {nodes}")
+    demand(cpus <= sum(node.cpus for node in nodes), f"{cpus} CPUs are held of {nodes}")
 
 
 def _quota_kept(world: World, lease: Lease, active: list[tuple[str, str, ExecutionSpec]]) -> None:

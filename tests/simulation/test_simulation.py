@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from datetime import timedelta
 from itertools import chain, count, islice
 from typing import Any
 
@@ -14,11 +15,13 @@ from mok_service import runs
 from mok_service.db import queries
 from mok_service.lifecycle import TRANSITIONS
 from mok_service.runs import leases, queue
+from mok_service.runs.locked import LockedRun
+from mok_service.runs.types import Lease
 from tests.simulation import properties
 from tests.simulation.__main__ import chunk
 from tests.simulation.play import play
 
-WORLDS = 1500          # `make simulate` plays 10,000
+WORLDS = 6000          # `make simulate` plays 10,000
 CHUNK = 50
 MUTANT_WORLDS_MAX = 150
 
@@ -61,6 +64,35 @@ def no_token(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(queries, "renew_lease", renew_for_anybody)
 
 
+def one_token(patch: pytest.MonkeyPatch) -> None:
+    """Two attempts of a run have leases that nobody can tell apart."""
+    def lease(run_id: str, attempt: int, token: str, *rest: Any) -> Lease:
+        return Lease(run_id, attempt, run_id, *rest)
+
+    patch.setattr(leases, "Lease", lease)
+
+
+def no_requeue(patch: pytest.MonkeyPatch) -> None:
+    lose = LockedRun.lose_attempt
+
+    def lose_for_ever(self: Any, why: Any, message: str, now: Any, retry_at: Any) -> None:
+        lose(self, why, message, now, now + timedelta(days=3650))
+
+    patch.setattr(LockedRun, "lose_attempt", lose_for_ever)
+
+
+def no_first_reason(patch: pytest.MonkeyPatch) -> None:
+    """Of a cancel and an end the later one wins."""
+    stop = LockedRun.stop
+
+    def stop_again(self: Any, reason: Any, now: Any, message: str | None = None) -> None:
+        if self["status"] == "stopping":
+            self.set(stop_reason=reason)
+        stop(self, reason, now, message)
+
+    patch.setattr(LockedRun, "stop", stop_again)
+
+
 def no_reaper(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(runs, "reap", lambda db, now: [])
 
@@ -74,28 +106,31 @@ def no_quota(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_count(patch: pytest.MonkeyPatch) -> None:
-    event = leases.LockedRun.event
+    event = LockedRun.event
 
     def skip_a_number(self: Any, kind: Any, payload: Any, now: Any) -> None:
         event(self, kind, payload, now)
         if kind == "checkpoint":
             self.set(event_count=self["event_count"] + 1)
 
-    patch.setattr(leases.LockedRun, "event", skip_a_number)
+    patch.setattr(LockedRun, "event", skip_a_number)
 
 
 def no_cancel(patch: pytest.MonkeyPatch) -> None:
-    stop = leases.LockedRun.stop
+    stop = LockedRun.stop
 
     def deaf(self: Any, reason: Any, now: Any, message: str | None = None) -> None:
         if reason != "user_cancelled":
             stop(self, reason, now, message)
 
-    patch.setattr(leases.LockedRun, "stop", deaf)
+    patch.setattr(LockedRun, "stop", deaf)
 
 
 @pytest.mark.parametrize(("mutate", "noticed"), [
     (no_token, "without its lease"),
+    (one_token, "without its lease"),
+    (no_requeue, "never ended"),
+    (no_first_reason, "cancel was granted"),
     (no_reaper, "never ended"),
     (no_capacity, "more is active than fits"),
     (no_quota, "_max is"),

@@ -21,11 +21,12 @@ from sqlalchemy.exc import OperationalError
 
 from mok_service import jobs, runs
 from mok_service.db.session import Database
-from mok_service.errors import Conflict, MokError, QuotaExceeded, QuotaForbids
+from mok_service.errors import Conflict, MokError, QuotaExceeded, QuotaForbids, Unrunnable
 from mok_service.placement import NodeSize
 from mok_service.runs.types import Lease, Run
 from mok_service.settings import Settings
 from mok_service.spec import ExecutionSpec
+from mok_workers.cluster import ClusterLost
 from mok_workers.scheduler import DATABASE_TROUBLE, Scheduler
 from tests.simulation import properties
 from tests.simulation.machines import Machines, SimulatedCluster, job_of
@@ -67,14 +68,15 @@ class SimulatedDatabase(Database):
         self.__dict__.update(base.__dict__)
         self._clock = clock
         self._faults = faults
-        self.tokens: dict[str, str] = {}
+        self.leases: dict[str, tuple[str, int]] = {}
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
         self._faults.met(late=False)
         with super().write() as connection:
             raw: Any = connection.connection.dbapi_connection
-            self.tokens = dict(raw.execute("SELECT id, lease_token FROM runs WHERE lease_token IS NOT NULL").fetchall())
+            held = raw.execute("SELECT id, lease_token, attempt FROM runs WHERE lease_token IS NOT NULL")
+            self.leases = {run_id: (token, attempt) for run_id, token, attempt in held}
             yield connection
         self._faults.met(late=True)
 
@@ -96,6 +98,12 @@ def database(path: Path) -> Database:
             connection.execute(f"PRAGMA {pragma}")
 
     return base
+
+
+@cache
+def settings(folder: Path) -> Settings:
+    return Settings(data_dir=folder, database_url="sqlite:////unused", stop_seconds_max=20.0, start_seconds_max=40.0,
+                    lease_seconds=30.0, heartbeat_seconds=9.0)
 
 
 def emptied(base: Database) -> sqlite3.Connection:
@@ -134,10 +142,10 @@ class World:
         self.choose = choose = random.Random(self.seed)
         self.base = database(self.path)
         self.raw = emptied(self.base)
-        cpus = choose.choice((1, 2, 2, 3))
-        self.machines = Machines(choose, [NodeSize("n1", cpus, 0)])
-        self.settings = Settings(data_dir=self.path.parent, database_url="sqlite:////unused", stop_seconds_max=20.0,
-                                 start_seconds_max=40.0, lease_seconds=30.0, heartbeat_seconds=9.0)
+        self.machines = Machines(choose, [
+            NodeSize(f"n{number}", choose.choice((1, 2, 2, 3)), choose.choice((0, 0, 0, 1, 2)))
+            for number in range(1, choose.choice((1, 1, 2, 3)) + 1)])
+        self.settings = settings(self.path.parent)
         self.users = SimulatedDatabase(self.base, Faults(), lambda: self.now)
         count = 2 if choose.random() < 0.4 else 1
         self.processes = [self._process(f"scheduler-{number}") for number in range(count)]
@@ -163,6 +171,9 @@ class World:
 
     def play(self) -> None:
         """Raises properties.Violated for what must never be."""
+        for process in self.processes:
+            if self.choose.random() < 0.8:
+                self._boot(process)
         for _ in range(self.choose.randrange(1, 4)):
             self._submit()
         for _ in range(FAULTY_ROUNDS):
@@ -187,6 +198,8 @@ class World:
         """Faults stop; whoever died comes back; users want every run to end."""
         self.say("calm")
         self.machines.faulty = False
+        for node in list(self.machines.away):
+            self.machines.restore(node, node.cpus)
         for process in self.processes:
             process.faults.action, process.sleeps_until = None, 0.0
             if process.scheduler is None:
@@ -211,7 +224,7 @@ class World:
             process.scheduler.tick(self.now)
         except DATABASE_TROUBLE:
             self.say(process.name, "couldn't reach the database")
-        except Killed:
+        except (Killed, ClusterLost):
             self._died(process)
 
     def _boot(self, process: Process) -> None:
@@ -262,11 +275,18 @@ class World:
             jump = choose.choice((-20.0, 5.0, 50.0))
             self.now += timedelta(seconds=jump)  # the clock, not the time
             self.say("the clock jumps by", jump)
-        elif dice < 0.33:
-            self.machines.nodes[0] = NodeSize("n1", choose.choice((1, 2, 3)), 0)
-            self.say("the cluster is now", self.machines.nodes)
-        elif dice < 0.65:
+        elif dice < 0.35:
+            self._change_cluster()
+        elif dice < 0.67:
             self._use()
+
+    def _change_cluster(self) -> None:
+        choose, machines = self.choose, self.machines
+        if machines.nodes and (not machines.away or choose.random() < 0.5):
+            machines.lose(choose.choice(machines.nodes))
+        else:
+            machines.restore(choose.choice(machines.away), choose.choice((1, 2, 3)))
+        self.say("the cluster is now", machines.nodes)
 
     def _arm(self, process: Process, action: Callable[[], None], what: str) -> None:
         faults = process.faults
@@ -313,7 +333,7 @@ class World:
                 getattr(runs, verb)(self.users, run_id, tenant, self.now)
                 self.wishes.setdefault(run_id, set()).add(verb)
             self.say("user:", verb, run_id)
-        except (Conflict, QuotaExceeded, QuotaForbids) as error:
+        except (Conflict, QuotaExceeded, QuotaForbids, Unrunnable) as error:
             self.say("user:", verb, run_id, "refused:", error.message)
 
     def _submit(self) -> None:
@@ -321,6 +341,7 @@ class World:
         steps, seed = choose.choice((1, 2, 4, 7)), choose.randrange(2)
         job = job_of(steps, seed)
         execution = ExecutionSpec(**job.execution.model_dump() | {
+            "device": choose.choice(("cpu", "cpu", "cuda")) if any(node.gpus for node in self.machines.nodes) else "cpu",
             "threads": choose.choice((0, 1, 1, 1, 2)), "priority": choose.choice((0, 0, 5)),
             "max_attempts": choose.choice((1, 3, 5)), "queue_deadline_seconds": choose.choice((60, 86_400, 86_400)),
             "run_deadline_seconds": choose.choice((30, 604_800, 604_800)),
@@ -335,8 +356,8 @@ class World:
 
     def _accepted(self, run: Run, steps: int, seed: int) -> None:
         self.submitted[run.id] = steps, seed
-        self.say("user: submitted", run.id, run.tenant, "steps", steps, "threads", run.execution.threads, "priority",
-                 run.execution.priority)
+        self.say("user: submitted", run.id, run.tenant, "steps", steps, run.execution.device, "threads", run.execution.threads,
+                 "priority", run.execution.priority)
 
     def _tenant(self, run_id: str) -> str:
         return str(self.raw.execute("SELECT tenant FROM runs WHERE id = ?", (run_id,)).fetchone()[0])
@@ -344,7 +365,7 @@ class World:
     def holder(self, db: Database, lease: Lease) -> bool:
         """Whether the lease was the run's when `db` began its last transaction that wrote."""
         assert isinstance(db, SimulatedDatabase)
-        return db.tokens.get(lease.run_id) == lease.token
+        return db.leases.get(lease.run_id) == (lease.token, lease.attempt)
 
     def seen_by(self, db: Database) -> Sequence[NodeSize]:
         """The machines, as the scheduler that uses `db` last saw them."""

@@ -17,7 +17,7 @@ from mok_service import runs
 from mok_workers import placed
 from mok_workers.cluster import OBJECT_STORE_BYTES, RayCluster, temp_folder
 from mok_workers.messages import Lost, Seen
-from mok_workers.placed import RayActors
+from mok_workers.placed import RayActors, RayHandle
 from mok_workers.pool import Limits, Pool
 from mok_workers.scheduler import Scheduler
 from mok_workers.supervisor import runs as runs_still
@@ -231,6 +231,34 @@ def test_a_process_with_a_gpu_sees_that_one_and_serves_one_attempt(
     assert environment is not None and environment["visible"] == "0" and where(world, run_id)[1] == 0
     assert keeping.idle == [kept], "it was neither used nor joined"
     until(lambda: len(actors()) == 1)
+
+
+def test_a_process_with_a_gpu_that_refuses_is_lost_like_any_other(
+    make_ray_world: Callable[[Opens], World], ray_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_cluster, "_actors", RayActors(time.monotonic, nothing))  # never what it was
+    world = make_ray_world(Opens())
+    run = world.ended(run_id := world.submit(device="cuda", threads=1, max_attempts=1))
+    assert run.status == "failed" and world.ends(run_id) == ["worker_lost"]
+    assert "have changed since it loaded them" in (runs.attempts(world.db, run_id)[0].message or "")
+
+
+def test_among_several_nodes_the_process_is_where_the_group_came_to(ray_cluster: RayCluster, tmp_path: Path) -> None:
+    ray_cluster._opens = Opens()
+    ray_cluster.nodes()
+    [node] = ray_cluster._cpu_nodes
+    ray_cluster._cpu_nodes = ["another", node]
+    handle = ray_cluster.place(replace(payload(tmp_path), name="run_somewhere-1"))
+
+    def answered() -> bool:
+        handle.ask(Seen(), 30.0)
+        return handle.poll() is not None
+
+    until(answered)
+    assert isinstance(handle, RayHandle) and handle._worker is not None and handle._worker.node == node
+    handle.end()
+    until(handle.gone)
+    ray_cluster.nodes()
 
 
 def test_a_process_that_is_ready_executes_the_first_run(

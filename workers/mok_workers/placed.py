@@ -135,7 +135,7 @@ class RayHandle:
                 self._process = _local_process(answer.started.placement)
         elif answer is not None and not self._begun and self._another(answer):
             return None
-        return None if isinstance(answer, Refusal) else answer
+        return Lost("worker_lost", f"its process refused: {answer.reason}") if isinstance(answer, Refusal) else answer
 
     def _another(self, answer: Refusal | Lost) -> bool:
         """Whether another process shall begin the attempt, since this one has done nothing of it."""

@@ -7,6 +7,7 @@ points elsewhere a moment later changes nothing. Redirects are a matter of the c
 from __future__ import annotations
 
 import ipaddress
+import logging
 import socket
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -40,6 +41,8 @@ class GuardedTransport(httpx.HTTPTransport):
     def __init__(self, allowed: Sequence[Network] = (), resolve: Resolve | None = None) -> None:
         # Connections aren't kept: they are found again by address, and two names may share one.
         super().__init__(retries=0, trust_env=False, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0))
+        logger = logging.getLogger("httpcore")  # at DEBUG it writes whole URLs, also of redirects, whose queries may be secrets
+        logger.setLevel(max(logging.INFO, logger.getEffectiveLevel()))
         self._allowed = tuple(allowed)
         self._resolve = resolve or resolve_name
 

@@ -63,7 +63,7 @@ class Service:
 def running_api(db: Database, settings: Settings) -> Iterator[Service]:
     """Serve until the block ends. Afterwards the server has stopped in order: no stream kept it."""
     app = create_app(db, settings)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
+    server = uvicorn.Server(uvicorn.Config(app, http=app.state.http, log_level="warning", timeout_graceful_shutdown=5))
     listener = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()

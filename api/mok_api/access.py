@@ -4,6 +4,7 @@ route that isn't in the table."""
 from __future__ import annotations
 
 import ipaddress
+import logging
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -21,6 +22,8 @@ from mok_service.access import LOCAL, Permission, Principal
 from mok_service.db.session import Database
 from mok_service.errors import Forbidden, TooManyRequests, Unauthenticated
 from mok_service.settings import Network, Settings
+
+logger = logging.getLogger("mok.api")
 
 RUN: Final = "/v1/runs/{run}"
 ROUTES: Final[dict[tuple[str, str], Permission | Literal["public"]]] = {
@@ -46,6 +49,7 @@ ROUTES: Final[dict[tuple[str, str], Permission | Literal["public"]]] = {
     ("GET", "/v1/audit"): "audit", ("GET", "/v1/audit/head"): "audit",
 }
 FORWARDED_MAX: Final = 20  # addresses of an X-Forwarded-For that are looked at
+_PREFIX: Final = re.compile(r"mok_[0-9a-f]{12}(?=_)")  # what finds a key
 _BEARER: Final = re.compile(r"Bearer +(\S{1,500})", re.IGNORECASE)
 
 
@@ -56,9 +60,21 @@ class Door:
         self.keys_required = access.keys_required(settings)
         self.by_key = Buckets(settings.requests_per_second, settings.requests_burst)
         self.failures = Buckets(settings.failed_keys_per_minute / 60, settings.failed_keys_per_minute)
+        # Of a network the log tells a little, and of all together a bounded amount: nobody without a key can fill the disk.
+        self._told, self._told_of_all = Buckets(0.1, 10), Buckets(2.0, 100)
 
     async def principal(self, db: Database, authorization: str | None, address: str) -> Principal:
-        """Who asks. Raises Unauthenticated, and TooManyRequests for a key or an address that asks too often."""
+        """Who asks. Raises Unauthenticated, and TooManyRequests for a key or an address that asks too often. The log tells
+        who had no good key, and which by the part of it that isn't secret."""
+        try:
+            return await self._principal(db, authorization, address)
+        except Unauthenticated:
+            if not self._told.take(_network(address)) and not self._told_of_all.take(""):
+                key = _PREFIX.search(authorization or "")
+                logger.warning("no access: address=%s key=%s", address, key[0] if key else "-")
+            raise
+
+    async def _principal(self, db: Database, authorization: str | None, address: str) -> Principal:
         if authorization is None:
             if self.keys_required:
                 raise Unauthenticated("this service asks for an API key: Authorization: Bearer KEY")

@@ -15,6 +15,7 @@ from mok_api.access import Door, authorize
 from mok_api.docs import errors_are_json, refusals, request_schemas
 from mok_api.events import Streams
 from mok_api.guard import Guard
+from mok_api.http import BoundedHttp
 from mok_api.metrics import Metrics
 from mok_api.observe import Observer
 from mok_api.parameters import known_parameters
@@ -33,7 +34,8 @@ UTC; integers are exact; lists are newest first and paged by `cursor`. Errors ha
 
 
 def create_app(db: Database, settings: Settings) -> FastAPI:
-    """The application on an upgraded database. Before its server is told to stop, set `app.state.streams.stopping`."""
+    """The application on an upgraded database. Before its server is told to stop, set `app.state.streams.stopping`.
+    A uvicorn server takes `app.state.http` as its protocol."""
     app = FastAPI(
         title="MoK service", version=_version(), description=DESCRIPTION, docs_url=None, redoc_url=None,
         redirect_slashes=False, lifespan=_lifespan, dependencies=[Depends(authorize), Depends(known_parameters)],
@@ -42,6 +44,7 @@ def create_app(db: Database, settings: Settings) -> FastAPI:
     app.state.db, app.state.settings, app.state.metrics = db, settings, Metrics()
     app.state.streams = Streams(db, settings.event_streams_max, settings.event_streams_tenant_max, settings.event_seconds)
     app.state.door, app.state.writing = Door(settings), Writing(db)
+    app.state.http = BoundedHttp
     for router in ROUTERS:
         access.check_every_route(router.routes)
         app.include_router(router)

@@ -17,6 +17,7 @@ from mok_api.errors import CrossOrigin, HeadersTooLarge, Misdirected, UriTooLong
 from mok_service.errors import MokError
 
 HEADER_BYTES_MAX = 16 << 10
+HEADERS_MAX = 100
 URI_BYTES_MAX = 8 << 10
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
 ANSWER_HEADERS = {
@@ -72,6 +73,8 @@ def _check_size(scope: Scope) -> None:
         raise UriTooLong(f"path and query have more than {URI_BYTES_MAX} bytes", allowed=URI_BYTES_MAX)
     if sum(len(name) + len(value) for name, value in scope["headers"]) > HEADER_BYTES_MAX:
         raise HeadersTooLarge(f"the headers have more than {HEADER_BYTES_MAX} bytes", allowed=HEADER_BYTES_MAX)
+    if len(scope["headers"]) > HEADERS_MAX:
+        raise HeadersTooLarge(f"there are {len(scope['headers'])} headers; allowed: at most {HEADERS_MAX}", allowed=HEADERS_MAX)
 
 
 def _name(host: str) -> str:

@@ -35,8 +35,9 @@ def run_api(settings: Settings) -> int:
     db = Database(settings.database())
     try:
         refuse_without_keys(db, settings)
+        app = create_app(db, settings)
         config = uvicorn.Config(
-            create_app(db, settings), host=settings.host, port=settings.port, server_header=False, log_config=None,
+            app, http=app.state.http, host=settings.host, port=settings.port, server_header=False, log_config=None,
             access_log=False, proxy_headers=False,
             timeout_graceful_shutdown=round(settings.shutdown_seconds_max) or 1,
         )

@@ -346,6 +346,25 @@ class TestLimits:
             assert auditlog.entries(db, "ours") == [], "failures fill no log"
         db.close()
 
+    def test_the_log_tells_of_who_has_no_good_key(self, url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        db = Database(url)
+        settings = Settings(data_dir=tmp_path, trusted_proxies="127.0.0.1/32", failed_keys_per_minute=1000)
+        with running_api(db, settings) as service:
+            keyed = Keyed(service)
+            good, secret = keyed.key("viewer"), "A" * 43
+            for key in (good, None, f"mok_0123456789ab_{secret}", "mok_x"):
+                keyed.ask("GET", "/v1/runs", key, headers={"X-Forwarded-For": "192.0.2.1"})
+            lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("no access")]
+            assert lines == ["no access: address=192.0.2.1 key=-", "no access: address=192.0.2.1 key=mok_0123456789ab",
+                             "no access: address=192.0.2.1 key=-"]
+            for number in range(20):
+                keyed.ask("GET", "/v1/runs", f"mok_{number:012x}_{secret}", headers={"X-Forwarded-For": "192.0.2.1"})
+            keyed.ask("GET", "/v1/runs", headers={"X-Forwarded-For": "192.0.2.2"})
+        told = [record.getMessage() for record in caplog.records if record.getMessage().startswith("no access")]
+        assert 10 <= len(told) < 20 and told[-1] == "no access: address=192.0.2.2 key=-", "a few of each address"
+        assert secret not in caplog.text
+        db.close()
+
     @pytest.mark.parametrize(("peer", "forwarded", "address"), [
         ("192.0.2.9", "203.0.113.1", "192.0.2.9"), ("10.0.0.1", "203.0.113.1", "203.0.113.1"), ("10.0.0.1", None, "10.0.0.1"),
         ("10.0.0.1", "203.0.113.1, 198.51.100.7", "198.51.100.7"), ("10.0.0.1", "203.0.113.1, 10.0.0.2", "203.0.113.1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 from collections.abc import Iterator
@@ -60,7 +61,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.server.hosts.append(self.headers["Host"])  # type: ignore[attr-defined]
         self.send_response(302 if self.path == "/away" else 200)
-        self.send_header("Location", "http://169.254.169.254/latest")
+        self.send_header("Location", "http://169.254.169.254/latest?token=secret")
         self.send_header("Content-Length", "0")
         self.end_headers()
 
@@ -103,6 +104,17 @@ def test_without_permission_nothing_is_sent(server: HTTPServer, monkeypatch: pyt
             with pytest.raises(Refused):
                 client.get(f"http://{host}:{server.server_port}/")
     assert server.hosts == []  # type: ignore[attr-defined]
+
+
+def test_no_log_has_the_query_of_a_url(server: HTTPServer, caplog: pytest.LogCaptureFixture) -> None:
+    httpcore = logging.getLogger("httpcore")
+    before = httpcore.level
+    with caplog.at_level(logging.DEBUG):
+        httpcore.setLevel(logging.NOTSET)
+        with httpx.Client(transport=GuardedTransport([HOME]), trust_env=False) as client:
+            client.get(f"http://127.0.0.1:{server.server_port}/away")
+    httpcore.setLevel(before)
+    assert "secret" not in caplog.text
 
 
 def test_a_redirect_is_not_followed(server: HTTPServer) -> None:

@@ -12,16 +12,18 @@ The command `mok bisect` calls this; nothing here knows a database.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mok_service.errors import InvalidSpec
 from mok_service.export import inside
 from mok_service.kernels import load_backend
+from mok_service.kernels.library import library_path
 from mok_service.kernels.native import NativeBackend
 from mok_service.provenance.checkpoint import CheckpointInfo
+from mok_service.provenance.digest import sha256_file
 from mok_service.provenance.measure import Read
 from mok_service.spec import JobSpec, job_of_record, override_execution
 from mok_service.training.bisect import Executor, Progress, Side, bisect, require_same_training, side_of
@@ -98,7 +100,23 @@ def bisect_records(
         except InvalidSpec as missing:
             message = f"the weights that the job starts from aren't at hand: {missing.message}"
             return Report("INCONCLUSIVE", message, names[0], names[1], None, None, None, (), Counts())
-        return bisect(training, corpus, sides[0], sides[1], initial_weights=weights, progress=progress)
+        report = bisect(training, corpus, sides[0], sides[1], initial_weights=weights, progress=progress)
+        if report.verdict != "INCONCLUSIVE":
+            return report
+        other = _made_by_others([first] if second is None else [first, second], executors, (first_machine, second_machine))
+        return replace(report, notes=(*report.notes, *other))
+
+
+def _made_by_others(recorded: Sequence[Recorded], executors: Sequence[Executor], machines: Sequence[Machine]) -> Iterator[str]:
+    """Of each run that another library made than the one that computed it again here, a sentence: that may be why it doesn't
+    recur."""
+    for one, executor, machine, option in zip(recorded, executors, machines, ("--library", "--against-library"), strict=False):
+        device = executor.execution.device
+        own = str(sha256_file(machine.library or library_path(device)))
+        made_by = ((one.record["code"] or {}).get("native") or {}).get(device)
+        if made_by is not None and made_by != own:
+            yield (f"{one.name} was made by the library {made_by}, and here {own} computed: give that one by {option}"
+                   if machine.library is None else f"{one.name} was made by the library {made_by}, not by {machine.library}")
 
 
 def _loader(read: Read, folder: Path) -> Callable[[CheckpointInfo], State]:

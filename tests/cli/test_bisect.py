@@ -84,6 +84,13 @@ def test_a_fault_that_these_kernels_do_not_have(mok: Mok, folders: tuple[Path, P
     result = mok("bisect", *folders, "--data", TEXT)
     assert result.status == 5, result
     assert f"INCONCLUSIVE step 3 of {folders[1]} is not reproducible: replays agree with {folders[0]}" in result.out
+    assert "was made by" not in result.out
+    path = folders[1] / "record.json"
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps(record | {"code": {"native": {"cpu": "sha256:" + "d" * 64}}}))
+    result = mok("bisect", *folders, "--data", TEXT)
+    assert result.status == 5 and f"{folders[1]} was made by the library sha256:dddd" in result.out
+    assert "give that one by --against-library" in result.out and f"{folders[0]} was made" not in result.out
 
 
 def test_what_is_refused(mok: Mok, folders: tuple[Path, Path], tmp_path: Path) -> None:

@@ -87,18 +87,28 @@ def place(execution: ExecutionSpec, free: Sequence[NodeSize], whole: Sequence[No
     return tuple(parts)
 
 
-def free_after(active: Iterable[ExecutionSpec], whole: Sequence[NodeSize]) -> list[NodeSize] | None:
-    """What is left when these runs are placed in this order; None when they don't all fit."""
-    free = list(whole)
-    for execution in active:
-        placed = place(execution, free, whole)
+def place_all(wanted: Sequence[ExecutionSpec], whole: Sequence[NodeSize]) -> list[tuple[Part, ...]] | None:
+    """Where each of these runs goes, in their order; None when they don't all fit.
+
+    The most demanding are placed first, whatever order they come in: whether runs that hold devices have room must not depend
+    on who came first, on a clock that was set back, or on who has ended between them.
+    """
+    free, found = list(whole), dict[int, tuple[Part, ...]]()
+    for index in sorted(range(len(wanted)), key=lambda index: _modesty(wanted[index])):
+        placed = place(wanted[index], free, whole)
         if placed is None:
             return None
+        found[index] = placed
         taken = {part.node: part.devices for part in placed}
         free = [node.less(taken[node.name]) if node.name in taken else node for node in free]
-    return free
+    return [found[index] for index in range(len(wanted))]
+
+
+def _modesty(execution: ExecutionSpec) -> tuple[bool, int, bool, int]:
+    """The least first: GPUs are on few nodes, and 0 threads take a whole one."""
+    return execution.device != "cuda", -execution.count, execution.threads != 0, -execution.threads
 
 
 def fits(candidate: ExecutionSpec, active: Iterable[ExecutionSpec], whole: Sequence[NodeSize]) -> bool:
     """Whether a run has room beside those that are active."""
-    return free_after([*active, candidate], whole) is not None
+    return place_all([*active, candidate], whole) is not None

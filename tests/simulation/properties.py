@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mok_service.db.session import Database
 from mok_service.lifecycle import TRANSITIONS, RunStatus
-from mok_service.placement import NodeSize, free_after
+from mok_service.placement import NodeSize, place_all
 from mok_service.runs.types import Lease
 from mok_service.spec import ExecutionSpec
 from tests.simulation.machines import chain
@@ -55,7 +55,7 @@ def roomy(world: World, claim: Callable[..., Lease | None]) -> Callable[..., Lea
                                      "a.attempt = r.attempt WHERE r.lease_token IS NOT NULL ORDER BY a.claimed_at, a.id")
             active = [(run_id, tenant, ExecutionSpec.model_validate(json.loads(text))) for run_id, tenant, text in rows]
             world.say("claimed", lease.run_id, "attempt", lease.attempt)
-            demand(free_after([execution for _, _, execution in active], world.seen_by(db)) is not None,
+            demand(place_all([execution for _, _, execution in active], world.seen_by(db)) is not None,
                    f"more is active than fits: {[run_id for run_id, _, _ in active]}")
             _devices_enough([execution for _, _, execution in active], world.seen_by(db))
             _quota_kept(world, lease, active)

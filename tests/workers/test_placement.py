@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mok_service.placement import Devices, NodeSize, Part, devices_of, fits, free_after, place
+from mok_service.placement import Devices, NodeSize, Part, devices_of, fits, place, place_all
 from mok_service.spec import ExecutionSpec
 
 LAPTOP = NodeSize("laptop", 2, 0)
@@ -54,9 +56,19 @@ def test_a_cpu_run_keeps_off_the_gpus_where_it_can() -> None:
 
 def test_runs_are_packed_and_what_is_left_adds_up() -> None:
     whole = [NodeSize("a", 4, 1), NodeSize("b", 4, 1)]
-    free = free_after([spec(device="cuda", threads=2), spec(device="cuda", threads=2)], whole)
-    assert free == [NodeSize("a", 2, 0), NodeSize("b", 2, 0)]
-    assert free_after([spec(device="cuda")] * 3, whole) is None
+    assert place_all([spec(device="cuda", threads=2)] * 2, whole) == [
+        (Part(name, 1, Devices("cuda", 2, 1)),) for name in ("a", "b")]
+    assert place_all([spec(device="cuda")] * 3, whole) is None
+
+
+def test_whether_all_fit_does_not_depend_on_who_came_first() -> None:
+    """On nodes of 3 and 2 CPUs, runs of 2, 2 and 1 threads have room, but not if the small one is placed first."""
+    whole = [NodeSize("a", 3, 0), NodeSize("b", 2, 0)]
+    for wanted in itertools.permutations([spec(threads=2), spec(threads=2), spec(threads=1)]):
+        placed = place_all(wanted, whole)
+        assert placed is not None
+        assert [(of.threads, part.devices.cpus) for of, (part,) in zip(wanted, placed, strict=True)] == [
+            (of.threads, of.threads) for of in wanted]
 
 
 def test_a_gang_gets_all_its_devices_or_none() -> None:
@@ -66,9 +78,11 @@ def test_a_gang_gets_all_its_devices_or_none() -> None:
         Part("b", 4, Devices("cuda", 4, 4)), Part("c", 2, Devices("cuda", 2, 2)),
     ), "the fewest nodes"
     assert place(spec(device="cuda", count=11), whole, whole) is None
-    assert free_after([spec(device="cuda", count=10)], whole) == [
-        NodeSize("a", 6, 0), NodeSize("b", 4, 0), NodeSize("c", 4, 0),
-    ]
+    assert place_all([spec(device="cuda"), spec(device="cuda", count=10)], whole) is None
+    assert place_all([spec(device="cuda"), spec(device="cuda", count=9)], whole) == [
+        (Part("a", 1, Devices("cuda", 1, 1)),),
+        (Part("b", 4, Devices("cuda", 4, 4)), Part("c", 4, Devices("cuda", 4, 4)), Part("a", 1, Devices("cuda", 1, 1))),
+    ], "the larger one first, on whole nodes"
     assert place(spec(count=3), whole, whole) == tuple(Part(name, 1, Devices("cpu", 8, 0)) for name in "abc")
     assert place(spec(count=4), whole, whole) is None
 
@@ -90,3 +104,15 @@ def test_whatever_is_placed_was_free(whole: list[NodeSize], wanted: list[Executi
         if placed is not None:
             assert sum(part.ranks for part in placed) == execution.count
             assert execution.device == "cpu" or sum(part.devices.gpus for part in placed) == execution.count
+
+
+@given(NODE_SIZES, st.lists(SPECS, max_size=8), st.randoms())
+def test_the_order_of_the_runs_changes_nothing(whole: list[NodeSize], wanted: list[ExecutionSpec], chance: random.Random) -> None:
+    mixed = list(wanted)
+    chance.shuffle(mixed)
+    placed, again = place_all(wanted, whole), place_all(mixed, whole)
+    assert (placed is None) == (again is None)
+    left = {node.name: node for node in whole}
+    for part in itertools.chain.from_iterable(placed or ()):
+        left[part.node] = left[part.node].less(part.devices)
+    assert all(node.cpus >= 0 and node.gpus >= 0 for node in left.values())

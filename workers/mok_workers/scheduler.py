@@ -24,7 +24,7 @@ from mok_service.db.session import Database
 from mok_service.environment import hardware
 from mok_service.errors import Conflict, LeaseLost
 from mok_service.lifecycle import AttemptEnd, StopReason
-from mok_service.placement import NodeSize, fits, free_after, place
+from mok_service.placement import NodeSize, fits, place_all
 from mok_service.provenance.bisection import PlannedSide
 from mok_service.runs.types import AppendResult, Lease, LogLine, Outcome, Run
 from mok_service.settings import Settings
@@ -300,11 +300,11 @@ class Scheduler:
     def _begin(self, lease: Lease, now: datetime) -> None:
         run = runs.get_run(self._db, lease.run_id, lease.tenant)
         job = jobs.get_job(self._db, run.job_id, run.tenant)
-        free = free_after((a.run.execution for a in self._active), self._nodes)
-        placed = None if free is None else place(run.execution, free, self._nodes)
-        if placed is None:
+        everything = place_all([*(a.run.execution for a in self._active), run.execution], self._nodes)
+        if everything is None:
             runs.release(self._db, lease, "worker_lost", "the devices went away", now, self._retry_at(run, now))
             return
+        placed = everything[-1]
         assert len(placed) == 1, "a run of several devices is refused at submit"
         spec = {"training": job.training.model_dump(mode="json"), "execution": run.execution.model_dump(mode="json")}
         plan = runs.plan_of_audit(self._db, run)

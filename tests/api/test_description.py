@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import re
 from typing import Any
 
@@ -16,6 +17,7 @@ from mok_api.schemas.runs import JOB_EXAMPLE, NewRun
 from mok_api.schemas.verifications import NewVerification
 from mok_service.spec import job_json_schema, parse_job
 from tests.api.conftest import routes
+from tests.services import spec
 
 
 @pytest.fixture
@@ -87,6 +89,17 @@ def test_the_page_makes_no_markup_of_text(api: httpx.Client) -> None:
     for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "onclick="):
         assert way not in page, way
     assert not re.search(r"<[a-z]+[^>]* style=", page)
+
+
+@pytest.mark.parametrize("seed", [0, 2**53 + 1, 2**63 - 1])
+def test_the_page_reads_a_seed_as_text(api: httpx.Client, seed: int) -> None:
+    """Case 21: what JavaScript's numbers can't hold exactly is put in quotes before it is parsed."""
+    found = re.search(r"replace\(/(.+?)/g, '(.+?)'\)", api.get("/").text)
+    assert found is not None
+    job = api.post("/v1/jobs", json=spec(seed=seed)).json()["job"]
+    text = re.sub(found[1], found[2].replace("$", "\\"), api.get(f"/v1/jobs/{job['id']}").text)
+    read = json.loads(text, parse_int=float)["seed"]  # numbers as the page would have them
+    assert (read if isinstance(read, str) else f"{read:.0f}") == str(seed)
 
 
 def test_the_page_asks_only_for_routes_that_exist(api: httpx.Client) -> None:

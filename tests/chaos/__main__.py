@@ -260,8 +260,9 @@ def report(stories: list[Story], seed: int) -> str:
         "A real service while its processes are killed (SIGKILL) at random moments: `make chaos`. There are always small jobs",
         "that train. After each kill, programs that ended are started again, as a service manager does. The times are those",
         "until every run that was training has a further step on record, or has ended, and the API answers. A kill overlaps when",
-        "the next one doesn't wait for that. Steps count from one second after the kill, so no time is shorter. Actors and raylets",
-        "are killed more often than the rest, and each node keeps an actor that waits for an attempt (`MOK_ACTORS_READY=1`).", "",
+        "the next one doesn't wait for that. Steps count from one second after the kill, so no time is shorter.", "",
+        "Actors and raylets are killed more often than the rest, and each node keeps an actor that waits for an attempt",
+        "(`MOK_ACTORS_READY=1`).", "",
         f"{datetime.now(UTC):%Y-%m-%d}, seed {seed}; {here['cpu']['model']}, {here['cpu'].get('cores', 2)} cores, "
         f"{here['memory_bytes'] / 2**30:.0f} GiB, other work on the machine; Ray {version('ray')}, "
         f"SQLAlchemy {version('sqlalchemy')}, torch {version('torch')}.", "",

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import httpx
 
+from mok_service import runs
 from mok_service.db.session import Database
 from mok_service.integrity import inspect
 from mok_service.settings import Settings
-from tests.operating.installation import Api, free_port, get, job, mok
+from tests.operating.installation import Api, free_port, get, job, mok, submit, until
 from tests.services import Worker, spec
 
 
@@ -26,11 +27,11 @@ def test_parallel_submits_while_another_process_writes_metrics(tmp_path: Path) -
         worker = Worker(db, settings)
         assert httpx.post(api.url + "/v1/jobs", json=spec(steps=20), timeout=60.0).status_code == 201
 
-        def submit(seed: int) -> int:
+        def status_of(seed: int) -> int:
             return httpx.post(api.url + "/v1/jobs", json=job(seed), timeout=60.0).status_code
 
         with ThreadPoolExecutor(50) as threads:
-            answers = [threads.submit(submit, seed) for seed in range(50)]
+            answers = [threads.submit(status_of, seed) for seed in range(50)]
             worked = [worker.work() for _ in range(4)]
             assert [answer.result() for answer in answers] == [201] * 50
         worker.sign()
@@ -41,3 +42,26 @@ def test_parallel_submits_while_another_process_writes_metrics(tmp_path: Path) -
         db.close()
     finally:
         assert api.program.stop() == 0
+
+
+def test_a_service_that_lost_everything_goes_on_without_being_asked(tmp_path: Path) -> None:
+    """Case 15: every process is killed at once, and the service started again; no request comes, and the run ends."""
+    port = free_port()
+    service = Api(mok(tmp_path, "serve", ["serve", "--port", str(port)]), port)
+    settings = Settings(data_dir=tmp_path / "serve")
+    service.start()
+    try:
+        service.ready()
+        run = submit(service.url, job(1, steps=400, checkpoint_interval=20))
+        until(lambda: (get(service.url, f"/v1/runs/{run}")["step"] or 0) > 20, "it trains")
+        service.program.kill()
+        db = Database(settings.database(), read_only=True)
+        service.start()
+        found = until(lambda: (now := runs.get_run(db, run)).ended_at and now, "the run ends")
+        assert (found.status, found.step, found.failures) == ("succeeded", 400, 0)
+        first, second = runs.attempts(db, run)
+        assert (first.end, second.end) == ("service_restarted", "finished")
+        assert second.from_step is not None and second.from_step >= 20
+        db.close()
+    finally:
+        assert service.program.stop() == 0

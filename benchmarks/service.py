@@ -3,6 +3,7 @@
     python -m benchmarks.service [--ray PYTHON] [--mlflow PYTHON]
 
 `--ray` and `--mlflow` name interpreters of environments with `ray[default]` and `mlflow`; without one, that peer is left out.
+The client of submits and lists sends ready bytes on plain sockets (wire.py): times are the service's, not those of an HTTP library.
 Client and server share this machine, so a rate is of both together. Everything is on 127.0.0.1, in temporary folders.
 """
 
@@ -10,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import http.client
 import json
 import shutil
 import statistics
@@ -18,8 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -28,6 +27,7 @@ from typing import Any
 import psutil
 from sqlalchemy import insert, select
 
+from benchmarks import wire
 from mok_service import jobs, runs
 from mok_service.db import tables
 from mok_service.db.ids import new_id
@@ -95,15 +95,15 @@ def api_alone(folder: Path) -> dict[str, str]:
     found: dict[str, str] = {}
     with api(folder) as (process, db):
         found["API process, idle, PSS"] = f"{memory(process.program):.0f} MB"
-        found["submit (create a run): p50 / p95"] = percentiles(submit_one_by_one(process.port, 500))
-        found["submits a second, 16 connections"] = f"{submit_at_once(process.port, 16, 2000):.0f}"
+        found["submit (create a run): p50 / p95"] = percentiles(wire.one_by_one(process.port, submits(550), 201)[50:])
+        found["submits a second, 16 connections"] = f"{wire.at_once(process.port, submits(2000), 16, 201):.0f}"
         found["step records (metrics) appended a second"] = f"{append(db):,.0f}"
         spread, rate = asyncio.run(fan_out(process, db))
         found[f"event to {LISTENERS} listeners: last one after, p50 / p95"] = spread
         found["events delivered a second"] = rate
         fill(db, RUNS)
         for what, path in lists(db).items():
-            found[f"{what}: p50 / p95"] = percentiles(measured(process.port, path, 100))
+            found[f"{what}: p50 / p95"] = percentiles(wire.one_by_one(process.port, [wire.request("GET", path)] * 105, 200)[5:])
     return found
 
 
@@ -112,37 +112,8 @@ def percentiles(seconds: list[float]) -> str:
     return f"{statistics.median(seconds) * 1e3:.1f} / {points[18] * 1e3:.1f} ms"
 
 
-def post(connection: http.client.HTTPConnection, body: bytes) -> None:
-    connection.request("POST", "/v1/jobs", body, {"Content-Type": "application/json"})
-    answer = connection.getresponse()
-    text = answer.read()
-    assert answer.status == 201, text
-
-
-def submit_one_by_one(port: int, count: int) -> list[float]:
-    connection = http.client.HTTPConnection("127.0.0.1", port)
-    bodies = [json.dumps(job(number)).encode() for number in range(count + 50)]
-    return [timed(lambda body=body: post(connection, body)) for body in bodies][50:]  # type: ignore[misc]
-
-
-def submit_at_once(port: int, connections: int, count: int) -> float:
-    bodies = [json.dumps(job(number)).encode() for number in range(count)]
-
-    def some(mine: list[bytes]) -> None:
-        connection = http.client.HTTPConnection("127.0.0.1", port)
-        for body in mine:
-            post(connection, body)
-
-    began = time.perf_counter()
-    with ThreadPoolExecutor(connections) as threads:
-        list(threads.map(some, [bodies[number::connections] for number in range(connections)]))
-    return count / (time.perf_counter() - began)
-
-
-def timed(action: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    action()
-    return time.perf_counter() - began
+def submits(count: int) -> list[bytes]:
+    return [wire.request("POST", "/v1/jobs", json.dumps(job(number)).encode()) for number in range(count)]
 
 
 def started(db: Database, steps: int) -> tuple[Any, list[Any]]:
@@ -221,18 +192,6 @@ def lists(db: Database) -> dict[str, str]:
         f"newest 50 of {RUNS:,} runs": "/v1/runs?limit=50", "50 failed ones": "/v1/runs?limit=50&status=failed",
         "50 by name": "/v1/runs?limit=50&name=name-7", "what has a digest": f"/v1/digests/{head}",
     }
-
-
-def measured(port: int, path: str, count: int) -> list[float]:
-    connection = http.client.HTTPConnection("127.0.0.1", port)
-
-    def fetch() -> None:
-        connection.request("GET", path)
-        answer = connection.getresponse()
-        text = answer.read()
-        assert answer.status == 200, text
-
-    return [timed(fetch) for _ in range(count + 5)][5:]
 
 
 # ---- the whole service -----------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
     python -m benchmarks.service [--ray PYTHON] [--mlflow PYTHON]
 
 `--ray` and `--mlflow` name interpreters of environments with `ray[default]` and `mlflow`; without one, that peer is left out.
-The client of submits and lists sends ready bytes on plain sockets (wire.py): times are the service's, not those of an HTTP library.
+The client of submits and lists sends ready bytes on plain sockets (wire.py): times are the service's, not an HTTP library's.
 Client and server share this machine, so a rate is of both together. Everything is on 127.0.0.1, in temporary folders.
 """
 

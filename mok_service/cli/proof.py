@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
     from mok_service.cli.local import Local
     from mok_service.client import Client
     from mok_service.provenance.keys import PublicKey
+
+SIGNED_SECONDS_MAX: Final = 10.0
+SIGNED_POLL_SECONDS: Final = 0.1
 
 Format = Literal["folder", "mlflow", "openlineage", "ro-crate", "model-card"]
 
@@ -45,17 +49,36 @@ def export(
     from mok_service import render
 
     with reader(url, data_dir) as source:
+        found = run_id(source, run)
         if form != "folder":
-            _export_as(source, run_id(source, run), form, to, as_json)
+            _export_as(source, found, form, to, as_json)
             return
         from mok_service.export import write_export
 
-        manifest = write_export(source, run_id(source, run), Path(to))
+        _wait_until_signed(source, found)
+        manifest = write_export(source, found, Path(to))
     if as_json:
         render.print_json(manifest)
     else:
         size = sum(file["size"] for file in manifest["files"])
         render.show(f"{manifest['run']}: {len(manifest['files'])} files, {size} bytes in {to}")
+
+
+def _wait_until_signed(source: Client | Local, run: str) -> None:
+    """A run that has only just ended isn't signed yet: a service does it soon after. One that isn't in time is refused later."""
+    from mok_service.client import Client
+    from mok_service.errors import NotFound
+    from mok_service.lifecycle import FINAL, UNCHAINED
+
+    shown = source.run(run)
+    if not isinstance(source, Client) or shown["status"] not in FINAL or shown["kind"] in UNCHAINED:
+        return
+    for _ in range(round(SIGNED_SECONDS_MAX / SIGNED_POLL_SECONDS)):
+        try:
+            source.attestation(run)
+            return
+        except NotFound:
+            time.sleep(SIGNED_POLL_SECONDS)
 
 
 def _export_as(source: Client | Local, run: str, form: Format, to: str, as_json: bool) -> None:

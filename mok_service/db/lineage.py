@@ -208,7 +208,7 @@ def runs_by_id(tx: Connection, tenant: str, ids: Sequence[str]) -> list[Row]:
             runs.c.seed, runs.c.name, runs.c.model, runs.c.init_run, runs.c.init_weights, runs.c.created_at)
     has_data = exists().where(attempts.c.run_id == runs.c.id, attempts.c.running_at.is_not(None)).label("has_data")
     query = select(*same, jobs.c.training_digest, jobs.c.manifest_digest, has_data).join(jobs, jobs.c.id == runs.c.job_id)
-    return all_rows(tx, query.where(runs.c.id.in_(ids), runs.c.tenant == tenant).order_by(runs.c.id))
+    return all_rows(tx, query.where(runs.c.id.in_(ids), _of(runs.c.tenant, tenant)).order_by(runs.c.id))
 
 
 def reproductions_of(tx: Connection, tenant: str, ids: Sequence[str], limit: int) -> Sequence[str]:

@@ -13,6 +13,7 @@ import pytest
 from sqlalchemy import delete, update
 
 from mok_service import runs
+from mok_service.cli import proof
 from mok_service.db.session import Database
 from mok_service.db.tables import log_entries, step_records
 from mok_service.export import verify_export, write_export
@@ -257,6 +258,17 @@ def test_a_run_that_is_not_attested_is_not_exported(mok: Mok, service: Service, 
     mok("submit", spec_file)
     assert mok("export", "latest", "--to", tmp_path / "x" / "y").status == 6 and not (tmp_path / "x").exists()
     assert mok("keys", "export", tmp_path / "k").status == 6
+
+
+def test_a_run_that_has_just_ended_is_exported_once_it_is_signed(
+    mok: Mok, service: Service, worker: Worker, spec_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mok("submit", spec_file)
+    worker.work()
+    monkeypatch.setattr(proof.time, "sleep", lambda seconds: None)
+    assert mok("export", "latest", "--to", tmp_path / "run").status == 6, "nobody signs it"
+    monkeypatch.setattr(proof.time, "sleep", lambda seconds: worker.sign())
+    assert mok("export", "latest", "--to", tmp_path / "run").status == 0
 
 
 def test_a_missing_file_leaves_no_export(mok: Mok, ended: list[str], worker: Worker, tmp_path: Path) -> None:

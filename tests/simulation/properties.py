@@ -128,7 +128,9 @@ def _check_run(world: World, run_id: str) -> None:
             original = world.raw.execute("SELECT status FROM runs WHERE id = ?", (reproduces,)).fetchone()
             demand(original is None or original[0] != "succeeded" or verdict == "REPRODUCED", f"{run_id}: verdict {verdict}")
         case "failed", "attempts_exhausted":
-            demand(failures >= json.loads(execution)["max_attempts"], f"{run_id}: it had attempts left")
+            counted = "SELECT count(*) FROM attempts WHERE run_id = ? AND end_reason NOT IN ('stopped', 'finished')"
+            (lost,) = world.raw.execute(counted, (run_id,)).fetchone()
+            demand(min(failures, lost) >= json.loads(execution)["max_attempts"], f"{run_id}: it had attempts left")
         case "failed", "non_finite" | "bad_data" | "out_of_memory":
             doom = {"non_finite": "nan", "bad_data": "data", "out_of_memory": "memory"}[reason]
             demand(doom in world.machines.dooms.get(run_id, ()), f"{run_id}: no worker of it met {doom}")

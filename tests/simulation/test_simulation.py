@@ -17,6 +17,7 @@ from mok_service.lifecycle import TRANSITIONS
 from mok_service.runs import leases, queue
 from mok_service.runs.locked import LockedRun
 from mok_service.runs.types import Lease
+from tests.simulation import play as play_module
 from tests.simulation import properties
 from tests.simulation.__main__ import chunk
 from tests.simulation.play import play
@@ -93,6 +94,24 @@ def no_first_reason(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LockedRun, "stop", stop_again)
 
 
+def no_patience(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LockedRun, "_counts", lambda self, why: 9)
+
+
+def no_memory(patch: pytest.MonkeyPatch) -> None:
+    """A run that goes back to the queue is gone."""
+    release = runs.release
+
+    def forgotten(db: Any, lease: Any, *arguments: Any) -> Any:
+        run = release(db, lease, *arguments)
+        with db.engine.connect() as connection:
+            connection.connection.dbapi_connection.executescript(
+                f"PRAGMA foreign_keys = OFF; DELETE FROM runs WHERE id = '{run.id}'; PRAGMA foreign_keys = ON;")
+        return run
+
+    patch.setitem(play_module._REAL, "release", forgotten)
+
+
 def no_reaper(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(runs, "reap", lambda db, now: [])
 
@@ -130,6 +149,8 @@ def no_cancel(patch: pytest.MonkeyPatch) -> None:
     (no_token, "without its lease"),
     (one_token, "without its lease"),
     (no_requeue, "never ended"),
+    (no_patience, "it had attempts left"),
+    (no_memory, "runs were lost or invented"),
     (no_first_reason, "cancel was granted"),
     (no_reaper, "never ended"),
     (no_capacity, "more is active than fits"),

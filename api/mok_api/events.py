@@ -43,25 +43,25 @@ class Streams:
         try:
             with self._feeds.listening(run_id) as feed:
                 yield b"retry: 1000\n\n"
-                said_at = checked_at = time.monotonic()
+                say_by = check_by = time.monotonic() + self.silence_seconds
                 while not self.stopping.is_set():
                     changed = feed.changed
-                    if who.key is not None and time.monotonic() - checked_at > self.silence_seconds:
-                        if not await run_in_threadpool(is_good, self._db, who.key):
+                    if time.monotonic() >= check_by:
+                        if who.key is not None and not await run_in_threadpool(is_good, self._db, who.key):
                             return
-                        checked_at = time.monotonic()
+                        check_by = time.monotonic() + self.silence_seconds
                     text, after = await self._next(feed, who.tenant, after)
                     if text:
                         yield text
-                        said_at = time.monotonic()
+                        say_by = time.monotonic() + self.silence_seconds
                     elif feed.ended:
                         yield b"event: end\ndata: {}\n\n"
                         return
-                    elif time.monotonic() - said_at > self.silence_seconds:
+                    elif time.monotonic() >= say_by:
                         yield b": still here\n\n"
-                        said_at = time.monotonic()
+                        say_by = time.monotonic() + self.silence_seconds
                     else:
-                        await until(changed, self.silence_seconds)
+                        await until(changed, min(say_by, check_by) - time.monotonic())
         finally:
             self.by_tenant -= Counter([who.tenant])  # and forgets a tenant that has none left
 

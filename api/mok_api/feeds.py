@@ -103,13 +103,12 @@ class Feeds:
 
     def _hear(self) -> None:
         """This process has written something; in the writer's thread."""
-        if self._loop is None or self._heard:
+        loop = self._loop
+        if loop is None or self._heard:
             return
         self._heard = True
-        try:
-            self._loop.call_soon_threadsafe(self._news.set)
-        except RuntimeError:  # the loop has ended, and with it all listeners
-            self._loop = None
+        with suppress(RuntimeError):  # the loop has ended, and with it all listeners
+            loop.call_soon_threadsafe(self._news.set)
 
     async def _read(self) -> None:
         wait = POLL_SECONDS_MIN

@@ -34,22 +34,38 @@ Scales make_scales(const Header *a, const Header *b, int64_t k) {
 
 // Scales 16 plain accumulators if the window can take them: zero, or a multiple of the lowest unit and far from overflow.
 bool enter_window(const Scales *scales, float *c) {
-  alignas(64) float scaled[kTile];
-  uint32_t bad = scales->window ? 0 : 1;
-  const float first = scales->up[0], second = scales->up[1];
-  for (int j = 0; j < kTile; ++j) {
-    scaled[j] = c[j] * first * second;
-    const uint32_t field = mok::f32::bits(scaled[j]) >> 23 & 0xFF, plain_field = mok::f32::bits(c[j]) >> 23 & 0xFF;
-    bad |= c[j] != 0.0f && (field < kFloorField - 25 + 23 || field > 127 + 20 || plain_field > 252) ? 1 : 0;
+#if MOK_ISA_LEVEL >= 2
+  constexpr int32_t kLeast = (kFloorField - 25 + 23) << 23, kMost = ((127 + 20 + 1) << 23) - 1, kPlainMost = (253 << 23) - 1;
+  constexpr int kParts = kTile / kLanes;
+  const Floats first = all_lanes(&scales->up[0]), second = all_lanes(&scales->up[1]);
+  const Ints magnitude = all_ints(0x7FFFFFFF);
+  Floats scaled[kParts];
+  bool good = scales->window;
+  for (int i = 0; i < kParts; ++i) {
+    const Floats plain = load_floats(c + i * kLanes);
+    scaled[i] = multiply(multiply(plain, first), second);
+    const Ints of_plain = both(as_ints(plain), magnitude), of_scaled = both(as_ints(scaled[i]), magnitude);
+    const Ints low = where_less(all_ints(0), of_plain, of_scaled, all_ints(kLeast));  // zero is never too low
+    good = good && all_at_least(low, all_ints(kLeast)) && all_at_least(all_ints(kMost), of_scaled) &&
+           all_at_least(all_ints(kPlainMost), of_plain);
   }
-  if (bad != 0) return false;
-  memcpy(c, scaled, sizeof scaled);
-  return true;
+  for (int i = 0; i < kParts && good; ++i) store_floats(c + i * kLanes, scaled[i]);
+  return good;
+#else
+  (void)scales, (void)c;
+  return false;
+#endif
 }
 
 void leave_window(const Scales *scales, float *c) {
-  const float first = scales->down[0], second = scales->down[1];
-  for (int j = 0; j < kTile; ++j) c[j] = c[j] * first * second;
+  const Floats first = all_lanes(&scales->down[0]), second = all_lanes(&scales->down[1]);
+  for (int j = 0; j < kTile; j += kLanes) store_floats(c + j, multiply(multiply(load_floats(c + j), first), second));
+}
+
+bool any_plain(const uint8_t *plain, int64_t count) {
+  uint8_t any = 0;
+  for (int64_t i = 0; i < count; ++i) any |= plain[i];
+  return any != 0;
 }
 
 #if MOK_ISA_LEVEL >= 2
@@ -61,12 +77,6 @@ int32_t outside_bound(const BlockInfo *a, const BlockInfo *b) {
   const int32_t from_a = (a->flags & kOutside) != 0 ? a->outside + b->largest : 0;
   const int32_t from_b = (b->flags & kOutside) != 0 ? b->outside + a->largest : 0;
   return static_cast<int32_t>(most(1, most(from_a, from_b) - 127 + 27));
-}
-
-bool any_plain(const uint8_t *plain) {
-  uint32_t any = 0;
-  for (int i = 0; i < kGroup * kVectors; ++i) any |= plain[i];
-  return any != 0;
 }
 
 // True if c alone reaches it: E >= bound in all columns of a group.
@@ -102,7 +112,7 @@ void find_reaching(const RowBlock *a, int row, const ColumnBlock *b, const float
 
 #endif
 
-// MXCSR for window_step and for everything else. Products far outside the window may be subnormal, which is slow, and are cut to
+// MXCSR for window_sums and for everything else. Products far outside the window may be subnormal, which is slow, and are cut to
 // zero anyway: flush them. The AVX2 code needs rounding toward zero too.
 #if MOK_ISA_LEVEL >= 2
 void window_rounding() { _mm_setcsr(0x1F80 | 0x8040 | (MOK_ISA_LEVEL == 2 ? 0x6000 : 0)); }
@@ -112,7 +122,7 @@ void window_rounding() {}
 void usual_rounding() {}
 #endif
 
-// What window_step could not do of a group of rows by a panel: from `old`, the accumulators before it, to c.
+// What the window could not do of a group of rows by a panel: from `old`, the accumulators before it, to c.
 // plain[i * kVectors + v]: state of 16 columns of row i.
 __attribute__((noinline)) void careful_step(const Scales *scales, const RowBlock *a, const BlockInfo *a_info,
                                             const ColumnBlock *b, const BlockInfo *b_info, float *old, float *c, uint8_t *plain) {
@@ -143,14 +153,13 @@ __attribute__((noinline)) void careful_step(const Scales *scales, const RowBlock
   }
 }
 
-// True if window_step alone gives the bits of this step.
-bool window_suffices(const BlockInfo *a, const BlockInfo *b, const float *c, const uint8_t *plain) {
+// True if the window alone gives the bits of this step; no accumulators are plain.
+bool window_suffices(const BlockInfo *a, const BlockInfo *b, const float *c) {
 #if MOK_ISA_LEVEL >= 2
   const uint32_t flags = ((a->flags | b->flags) & (kOutside | kNonFinite)) | (a->flags & b->flags & kHeavy);
-  if (any_plain(plain)) return false;
   return flags == 0 || (flags == kOutside && accumulators_reach(c, outside_bound(a, b)));
 #else
-  (void)a, (void)b, (void)c, (void)plain;
+  (void)a, (void)b, (void)c;
   return false;
 #endif
 }
@@ -159,22 +168,34 @@ bool window_suffices(const BlockInfo *a, const BlockInfo *b, const float *c, con
 void bf16_multiply(const Scales *scales, int64_t groups, int64_t blocks, const BlockInfo *a_info, const RowBlock *a,
                    const BlockInfo *b_info, const ColumnBlock *b, const Output *output, float *c, uint8_t *plain) {
   alignas(64) float old[kGroup * kPanel];
+  bool some_plain = any_plain(plain, groups * kGroup * kVectors);
+  const int64_t ahead = blocks_of(sizeof *b, 64 * groups) * 64;  // bytes of the next block that each group asks for
+#if MOK_ISA_LEVEL >= 2
+  alignas(64) uint8_t largest[2][kGroup][kPanel];  // exponents of this step and of the next one
+  if (blocks > 0) window_exponents(a, b, largest[0]);
+  int now = 0;
+#endif
   window_rounding();
   for (int64_t p = 0; p < blocks; ++p, ++b, ++b_info) {
     for (int64_t g = 0; g < groups; ++g, ++a, ++a_info) {
-      prefetch_part(b + 1, sizeof(ColumnBlock), g, groups);
+      const int64_t until = least((g + 1) * ahead, sizeof *b);
+      for (int64_t at = g * ahead; at < until; at += 64) __builtin_prefetch(reinterpret_cast<const char *>(b + 1) + at);
       if (p + 1 == blocks) prefetch_output(output, g * kGroup, kGroup);
       float *const tile = c + g * kGroup * kPanel;
       uint8_t *const states = plain + g * kGroup * kVectors;
-      const bool careful = !window_suffices(a_info, b_info, tile, states);
+      const bool careful = (some_plain && any_plain(states, kGroup * kVectors)) || !window_suffices(a_info, b_info, tile);
       if (careful) memcpy(old, tile, sizeof old);
 #if MOK_ISA_LEVEL >= 2
-      window_step(a, b, tile);
+      const bool last = g + 1 == groups;
+      if (!last || p + 1 < blocks) window_exponents(a + 1, last ? b + 1 : b, largest[1 - now]);
+      window_sums(a, b, largest[now], tile);
+      now = 1 - now;
 #endif
       if (careful) {
         usual_rounding();
         careful_step(scales, a, a_info, b, b_info, old, tile, states);
         window_rounding();
+        some_plain = true;
       }
     }
   }

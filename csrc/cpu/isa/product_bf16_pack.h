@@ -145,12 +145,12 @@ BlockInfo info_of(const Header *header, const Seen *seen, int parts) {
     outside = larger(outside, seen[i].outside);
     weight = larger(weight, as_ints(seen[i].weight));  // positive floats: their bits are in order
   }
-  const int32_t top = largest_lane(largest), top_outside = largest_lane(outside);
-  const bool heavy = mok::f32::from_bits(static_cast<uint32_t>(largest_lane(weight))) >= 3983.0f / 128.0f;
+  const int32_t top = largest_lane(largest), lightest_heavy = static_cast<int32_t>(mok::f32::bits(3983.0f / 128.0f));
   BlockInfo info = {0, static_cast<uint8_t>(least(top >> 23, kLargestField)), 0};
   if (top >= 0x7F800000) info.flags |= kNonFinite;
-  if (heavy) info.flags |= kHeavy;
-  if (top_outside != 0) {
+  if (!all_at_least(all_ints(lightest_heavy - 1), weight)) info.flags |= kHeavy;
+  if (!all_at_least(all_ints(0), outside)) {
+    const int32_t top_outside = largest_lane(outside);
     info.flags |= kOutside;
     const int32_t subnormal = -126 + header->shift + 127;  // the field of 2^-126, which subnormal elements count with
     info.outside = static_cast<uint8_t>(most(most(least(top_outside >> 23, kLargestField), subnormal), 0));

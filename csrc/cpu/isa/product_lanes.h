@@ -119,6 +119,10 @@ void store_floats(float *to, Floats x) {
   for (int i = 0; i < kLanes; ++i) to[i] = x.lane[i];
 }
 Floats all_lanes(const float *from) { return {{*from, *from, *from, *from}}; }
+Floats multiply(Floats a, Floats b) {
+  for (int i = 0; i < kLanes; ++i) a.lane[i] *= b.lane[i];
+  return a;
+}
 Floats multiply_add(Floats a, Floats b, Floats c) {
   for (int i = 0; i < kLanes; ++i) c.lane[i] = mok::f32::fma(a.lane[i], b.lane[i], c.lane[i]);
   return c;

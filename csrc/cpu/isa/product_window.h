@@ -60,10 +60,8 @@ struct alignas(64) ColumnBlock {
 
 #if MOK_ISA_LEVEL >= 3
 
-// c[kGroup][kPanel], scaled, goes on by one block. MXCSR is that of window_rounding(): not inlined, so that nothing moves past
-// it.
-__attribute__((noinline)) void window_step(const RowBlock *a, const ColumnBlock *b, float *c) {
-  alignas(64) uint8_t largest[kGroup][kPanel];
+// The first half of a step: the exponents E but for those of c, as fields, 29 at least.
+void window_exponents(const RowBlock *a, const ColumnBlock *b, uint8_t (*largest)[kPanel]) {
   __m512i top[kGroup];
 #pragma GCC unroll 4
   for (int i = 0; i < kGroup; ++i) top[i] = _mm512_set1_epi8(kFloorField);
@@ -71,10 +69,17 @@ __attribute__((noinline)) void window_step(const RowBlock *a, const ColumnBlock 
   for (int p = 0; p < kBlock; ++p) {
     const __m512i y = _mm512_load_si512(b->exponent[p]);
 #pragma GCC unroll 4
-    for (int i = 0; i < kGroup; ++i) top[i] = _mm512_max_epi8(top[i], _mm512_add_epi8(y, _mm512_set1_epi32(a->exponent[p][i])));
+    for (int i = 0; i < kGroup; ++i) {
+      top[i] = _mm512_max_epi8(top[i], _mm512_add_epi8(y, _mm512_set1_epi32(a->exponent[p][i])));
+    }
   }
 #pragma GCC unroll 4
   for (int i = 0; i < kGroup; ++i) _mm512_store_si512(largest[i], top[i]);
+}
+
+// The second half: c[kGroup][kPanel], scaled, goes on by one block. MXCSR is that of window_rounding(): not inlined, so that
+// nothing moves past it.
+__attribute__((noinline)) void window_sums(const RowBlock *a, const ColumnBlock *b, const uint8_t (*largest)[kPanel], float *c) {
   const __m512i field_mask = _mm512_set1_epi32(0x7F800000), base = _mm512_set1_epi32((25 + 127) << 23),
                 one = _mm512_set1_epi32(127 << 23);
   for (int half = 0; half < kPanel; half += 32) {
@@ -91,7 +96,7 @@ __attribute__((noinline)) void window_step(const RowBlock *a, const ColumnBlock 
         sum[i][v] = _mm512_cvttps_epi32(_mm512_castsi512_ps(_mm512_add_epi32(old, scale[i][v])));
       }
     }
-#pragma GCC unroll 4  // all 16 at once and g++ sums the terms in another order, through memory
+#pragma GCC unroll 16
     for (int p = 0; p < kBlock; ++p) {
       const __m512 y0 = _mm512_load_ps(&b->value[p][half]), y1 = _mm512_load_ps(&b->value[p][half + 16]);
 #pragma GCC unroll 4
@@ -101,6 +106,7 @@ __attribute__((noinline)) void window_step(const RowBlock *a, const ColumnBlock 
         const __m512i t1 = _mm512_add_epi32(_mm512_castps_si512(_mm512_mul_ps(x, y1)), scale[i][1]);
         sum[i][0] = _mm512_add_epi32(sum[i][0], _mm512_cvttps_epi32(_mm512_castsi512_ps(t0)));
         sum[i][1] = _mm512_add_epi32(sum[i][1], _mm512_cvttps_epi32(_mm512_castsi512_ps(t1)));
+        __asm__("" : "+v"(sum[i][0]), "+v"(sum[i][1]));  // or g++ sums the terms in another order, through memory
       }
     }
 #pragma GCC unroll 4
@@ -117,9 +123,7 @@ __attribute__((noinline)) void window_step(const RowBlock *a, const ColumnBlock 
 
 #elif MOK_ISA_LEVEL >= 2
 
-// The same; MXCSR rounds toward zero, which only the conversion of the sum notices: everything else is exact.
-__attribute__((noinline)) void window_step(const RowBlock *a, const ColumnBlock *b, float *c) {
-  alignas(32) uint8_t largest[kGroup][kPanel];
+void window_exponents(const RowBlock *a, const ColumnBlock *b, uint8_t (*largest)[kPanel]) {
   __m256i top[kGroup];
 #pragma GCC unroll 3
   for (int i = 0; i < kGroup; ++i) top[i] = _mm256_set1_epi8(kFloorField);
@@ -127,10 +131,16 @@ __attribute__((noinline)) void window_step(const RowBlock *a, const ColumnBlock 
   for (int p = 0; p < kBlock; ++p) {
     const __m256i y = _mm256_load_si256(reinterpret_cast<const __m256i *>(b->exponent[p]));
 #pragma GCC unroll 3
-    for (int i = 0; i < kGroup; ++i) top[i] = _mm256_max_epi8(top[i], _mm256_add_epi8(y, _mm256_set1_epi32(a->exponent[p][i])));
+    for (int i = 0; i < kGroup; ++i) {
+      top[i] = _mm256_max_epi8(top[i], _mm256_add_epi8(y, _mm256_set1_epi32(a->exponent[p][i])));
+    }
   }
 #pragma GCC unroll 3
   for (int i = 0; i < kGroup; ++i) _mm256_store_si256(reinterpret_cast<__m256i *>(largest[i]), top[i]);
+}
+
+// MXCSR rounds toward zero, which only the conversion of the sum notices: everything else is exact.
+__attribute__((noinline)) void window_sums(const RowBlock *a, const ColumnBlock *b, const uint8_t (*largest)[kPanel], float *c) {
   const __m256i field_mask = _mm256_set1_epi32(0x7F800000), base = _mm256_set1_epi32((25 + 127) << 23),
                 one = _mm256_set1_epi32(127 << 23);
   for (int half = 0; half < kPanel; half += 16) {
@@ -147,7 +157,7 @@ __attribute__((noinline)) void window_step(const RowBlock *a, const ColumnBlock 
         sum[i][v] = _mm256_cvttps_epi32(_mm256_castsi256_ps(_mm256_add_epi32(old, scale[i][v])));
       }
     }
-#pragma GCC unroll 4  // all 16 at once and g++ sums the terms in another order, through memory
+#pragma GCC unroll 16
     for (int p = 0; p < kBlock; ++p) {
       const __m256 y0 = _mm256_load_ps(&b->value[p][half]), y1 = _mm256_load_ps(&b->value[p][half + 8]);
 #pragma GCC unroll 3
@@ -157,6 +167,7 @@ __attribute__((noinline)) void window_step(const RowBlock *a, const ColumnBlock 
         const __m256i t1 = _mm256_add_epi32(_mm256_castps_si256(_mm256_mul_ps(x, y1)), scale[i][1]);
         sum[i][0] = _mm256_add_epi32(sum[i][0], _mm256_cvttps_epi32(_mm256_castsi256_ps(t0)));
         sum[i][1] = _mm256_add_epi32(sum[i][1], _mm256_cvttps_epi32(_mm256_castsi256_ps(t1)));
+        __asm__("" : "+v"(sum[i][0]), "+v"(sum[i][1]));  // or g++ sums the terms in another order, through memory
       }
     }
 #pragma GCC unroll 3

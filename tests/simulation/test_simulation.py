@@ -14,6 +14,7 @@ import pytest
 from mok_service import runs
 from mok_service.db import queries
 from mok_service.lifecycle import TRANSITIONS
+from mok_service.provenance.digest import sha256
 from mok_service.runs import leases, queue
 from mok_service.runs.locked import LockedRun
 from mok_service.runs.types import Lease
@@ -22,7 +23,7 @@ from tests.simulation import properties
 from tests.simulation.__main__ import chunk
 from tests.simulation.play import play
 
-WORLDS = 6000          # `make simulate` plays 10,000
+WORLDS = 4000          # `make simulate` plays 10,000
 CHUNK = 50
 MUTANT_WORLDS_MAX = 150
 
@@ -112,6 +113,17 @@ def no_memory(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(play_module._REAL, "release", forgotten)
 
 
+def no_faithful_record(patch: pytest.MonkeyPatch) -> None:
+    """What is stored of step 1 isn't what the worker told."""
+    add = queries.add
+
+    def add_wrongly(tx: Any, table: Any, rows: Any) -> None:
+        wrong = {"head": sha256(b"another")} if table.name == "step_records" else {}
+        add(tx, table, [{**row, **wrong} if row.get("step") == 1 else row for row in rows])
+
+    patch.setattr(queries, "add", add_wrongly)
+
+
 def no_reaper(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(runs, "reap", lambda db, now: [])
 
@@ -151,6 +163,7 @@ def no_cancel(patch: pytest.MonkeyPatch) -> None:
     (no_requeue, "never ended"),
     (no_patience, "it had attempts left"),
     (no_memory, "runs were lost or invented"),
+    (no_faithful_record, "other records than an undisturbed run's"),
     (no_first_reason, "cancel was granted"),
     (no_reaper, "never ended"),
     (no_capacity, "more is active than fits"),

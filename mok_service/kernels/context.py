@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import hashlib
 import json
+import mmap
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +23,7 @@ from mok_service.provenance.digest import blake3_of
 F32, BF16, I32, I64, U8 = torch.float32, torch.bfloat16, torch.int32, torch.int64, torch.uint8
 OPERAND_DTYPES = {"fp32": F32, "bf16": BF16}
 CODES = {F32: 0, BF16: 1}
+HUGE_PAGE_BYTES = 1 << 21
 _OPERATIONS = abi.OPERATIONS | abi.CUDA_OPERATIONS
 _STATUS = {
     abi.INVALID: "invalid argument",
@@ -66,6 +68,19 @@ def host_blake3(tensor: Tensor) -> str:
     """BLAKE3 (64 hex digits) of the little-endian, row-major bytes of a tensor in host memory."""
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     return blake3_of(memoryview(data.numpy())).hex  # type: ignore[arg-type]
+
+
+def host_zeros(count: int, dtype: torch.dtype) -> Tensor:
+    """Zeros, flat, in host memory; what is large is in huge pages where Linux gives them on request: fewer misses of the TLB."""
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+    if advice is None or count * dtype.itemsize < HUGE_PAGE_BYTES:
+        return torch.zeros(count, dtype=dtype)
+    roomy = torch.empty(count + HUGE_PAGE_BYTES // dtype.itemsize, dtype=dtype)
+    start = -roomy.data_ptr() % HUGE_PAGE_BYTES // dtype.itemsize
+    flat = roomy[start : start + count]
+    size = ctypes.c_size_t(count * dtype.itemsize)
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(flat.data_ptr()), size, advice)  # a kernel without huge pages refuses: no harm
+    return flat.zero_()
 
 
 class Context:
@@ -151,6 +166,10 @@ class Context:
     def empty(self, *shape: int, dtype: torch.dtype = F32) -> Tensor:
         """An uninitialised tensor on this backend's device."""
         return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def zeros(self, count: int, dtype: torch.dtype = F32) -> Tensor:
+        """A flat tensor of zeros on this backend's device, for what is kept from step to step."""
+        return host_zeros(count, dtype) if self.name == "cpu" else torch.zeros(count, dtype=dtype, device=self.device)
 
     def blake3(self, tensors: Sequence[Tensor]) -> list[str]:
         """BLAKE3 (64 hex digits) of each tensor's little-endian, row-major bytes; on a GPU only these 32 bytes come back."""

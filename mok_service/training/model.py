@@ -513,7 +513,7 @@ class Model:
         flat = self._buffers.get(name)
         if flat is None or flat.numel() < count:
             # Zeros: rows beyond the routed ones are read, and ignored, before anything has written them.
-            flat = self._buffers[name] = torch.zeros(count, dtype=dtype, device=self.backend.device)
+            flat = self._buffers[name] = self.backend.zeros(count, dtype)
         return flat[:count].view(shape)
 
     def workspace(self) -> Iterator[tuple[str, Tensor]]:

@@ -9,10 +9,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
-from mok_service.kernels.native import BF16, F32, NativeBackend
+from mok_service.kernels.native import BF16, NativeBackend
 from mok_service.spec import ModelSpec
 
 _ALIGN = 64  # elements: every storage starts on its own cache lines
@@ -99,9 +98,9 @@ class Parameters:
 
     def __init__(self, model: ModelSpec, precision: str, backend: NativeBackend) -> None:
         self.layout = lay_out(model)
-        size, device = self.layout.size, backend.device
-        self.weights, self.gradients, self.first, self.second = (torch.zeros(size, dtype=F32, device=device) for _ in range(4))
-        self.operands = self.weights if precision == "fp32" else torch.zeros(size, dtype=BF16, device=device)
+        size = self.layout.size
+        self.weights, self.gradients, self.first, self.second = (backend.zeros(size) for _ in range(4))
+        self.operands = self.weights if precision == "fp32" else backend.zeros(size, BF16)
         self._model, self._precision, self._backend = model, precision, backend
         self.weight = {key: self._view(self.weights, key) for key in self.layout.storages}
         self.gradient = {key: self._view(self.gradients, key) for key in self.layout.storages}

@@ -10,17 +10,19 @@ A checkpoint is a folder `step-00000020` holding
     checkpoint.json         step, chain head, digests of the state and of each file
 
 Checkpoints of earlier versions lack the two documents; they load as well. A checkpoint is written under another name, flushed to
-the disk, and renamed: a partial one is never listed.
+the disk, and renamed: a partial one is never listed. What a process that died left of one goes with the next one's write.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,34 +109,26 @@ class CheckpointStore:
         final = self.root / folder_name(step)
         if (final / MANIFEST).is_file() and (there := self.info(step)).head == head:
             return there
+        self._clear_abandoned()
         partial = self.root / f".{folder_name(step)}.{os.getpid()}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         try:
-            save_file(dict(state.weights), partial / WEIGHTS, metadata={"format": "pt"})
-            save_file(dict(state.optimizer), partial / OPTIMIZER)
-            for name, tensors, digest in (
-                (WEIGHTS_DOCUMENT, state.weights, digests.weights), (OPTIMIZER_DOCUMENT, state.optimizer, digests.optimizer),
-            ):  # fmt: skip
-                (partial / name).write_bytes(_document(f"{final.name}/{name}", step, tensors, digest))
-            (partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-            files = tuple(
-                CheckpointFile(p.name, p.stat().st_size, sha256_file(p).hex)
-                for p in sorted(partial.iterdir(), key=lambda p: p.name)
-            )
-            info = CheckpointInfo(step, final.name, files, digests, head)
-            document = {"type": _TYPE, **info.as_dict()}
-            (partial / MANIFEST).write_text(json.dumps(document, indent=2, sort_keys=True) + "\n")
-            for path in partial.iterdir():
-                _flush(path)
-            _flush(partial)
-            shutil.rmtree(final, ignore_errors=True)  # without a manifest, or of another record
-            partial.rename(final)
-            _flush(self.root)
+            with _locked(partial, needed=False):
+                info = _write(partial, CheckpointInfo(step, final.name, (), digests, head), state, config)
+                shutil.rmtree(final, ignore_errors=True)  # without a manifest, or of another record
+                partial.rename(final)
+                _flush(self.root)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         return info
+
+    def _clear_abandoned(self) -> None:
+        """Remove what processes that died while they saved have left: it can be as large as a checkpoint."""
+        for partial in self.root.glob(".step-*.partial"):
+            with suppress(OSError), _locked(partial, needed=True):  # one that is in use can't be locked
+                shutil.rmtree(partial)
 
     def load(self, info: CheckpointInfo) -> State:
         """Read and check a checkpoint. Raises Tampered naming the file, and the tensor, whose bytes aren't the recorded ones."""
@@ -156,6 +150,42 @@ class CheckpointStore:
                     part=part, expected=str(expected), got=str(got),
                 )  # fmt: skip
         return state
+
+
+def _write(folder: Path, about: CheckpointInfo, state: State, config: Mapping[str, Any]) -> CheckpointInfo:
+    """Write a checkpoint's files and flush them to the disk. `about` lacks the files."""
+    save_file(dict(state.weights), folder / WEIGHTS, metadata={"format": "pt"})
+    save_file(dict(state.optimizer), folder / OPTIMIZER)
+    for name, tensors, digest in (
+        (WEIGHTS_DOCUMENT, state.weights, about.state.weights), (OPTIMIZER_DOCUMENT, state.optimizer, about.state.optimizer),
+    ):  # fmt: skip
+        (folder / name).write_bytes(_document(f"{about.folder}/{name}", about.step, tensors, digest))
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    files = tuple(
+        CheckpointFile(p.name, p.stat().st_size, sha256_file(p).hex) for p in sorted(folder.iterdir(), key=lambda p: p.name)
+    )
+    info = replace(about, files=files)
+    (folder / MANIFEST).write_text(json.dumps({"type": _TYPE, **info.as_dict()}, indent=2, sort_keys=True) + "\n")
+    for path in folder.iterdir():
+        _flush(path)
+    _flush(folder)
+    return info
+
+
+@contextmanager
+def _locked(folder: Path, *, needed: bool) -> Iterator[None]:
+    """Lock a folder, whatever it is called meanwhile. Raises OSError when a living process has it locked, or the file system
+    has no such locks, if the lock is `needed`."""
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            if needed:
+                raise
+        yield
+    finally:
+        os.close(held)
 
 
 def check_files(folder: Path, info: CheckpointInfo) -> None:

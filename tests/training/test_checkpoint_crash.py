@@ -95,6 +95,7 @@ def test_a_kill_at_every_boundary(tmp_path: Path) -> None:
         both_load(store, listed)
         saved(store, 2)  # the next attempt
         both_load(store, [1, 2])
+        assert not list(store.root.glob(".*")), "what the killed process left is gone"
         shutil.rmtree(store.root)
         if ended:
             break
@@ -120,3 +121,20 @@ def test_a_full_disk_at_every_boundary(tmp_path: Path) -> None:
         saved(store, 2)
         both_load(store, [1, 2])
     assert number > 15
+
+
+def test_what_a_living_process_writes_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CheckpointStore(tmp_path)
+    saved(store, 1)
+    written, go_on = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        monkeypatch.setattr(checkpoint, "_flush", lambda _: (os.write(written[1], b"x"), os.read(go_on[0], 1)))
+        saved(store, 2)
+        os._exit(0)
+    assert os.read(written[0], 1) == b"x"
+    saved(store, 3)
+    assert [path.name for path in store.root.glob(".*")] == [f".step-00000002.{pid}.partial"]
+    os.write(go_on[1], b"x" * 100)
+    assert os.waitpid(pid, 0)[1] == 0
+    both_load(store, [1, 2, 3])

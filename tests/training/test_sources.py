@@ -301,7 +301,6 @@ def test_without_the_extra_the_command_is_named(remote: Remote, monkeypatch: pyt
 
 
 def test_a_store_that_speaks_s3(web: Web, remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("s3fs")
     for name in s3.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Handler, "do_HEAD", Handler.do_GET, raising=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -47,6 +47,21 @@ class Part:
     devices: Devices
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What an active run holds. `node`: where, as its attempt's row says; None: not on record, so anywhere."""
+
+    execution: ExecutionSpec
+    node: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """That a run has room, and on which node; None: on several, or wherever."""
+
+    node: str | None = None
+
+
 def devices_of(execution: ExecutionSpec, node: NodeSize) -> Devices:
     """What one rank of a run takes of a node.
 
@@ -87,13 +102,15 @@ def place(execution: ExecutionSpec, free: Sequence[NodeSize], whole: Sequence[No
     return tuple(parts)
 
 
-def place_all(wanted: Sequence[ExecutionSpec], whole: Sequence[NodeSize]) -> list[tuple[Part, ...]] | None:
-    """Where each of these runs goes, in their order; None when they don't all fit.
+def place_all(
+    wanted: Sequence[ExecutionSpec], whole: Sequence[NodeSize], free: Sequence[NodeSize] | None = None
+) -> list[tuple[Part, ...]] | None:
+    """Where each of these runs goes, in their order; None when they don't all fit. `free`: what is left, if not all.
 
     The most demanding are placed first, whatever order they come in: whether runs that hold devices have room must not depend
     on who came first, on a clock that was set back, or on who has ended between them.
     """
-    free, found = list(whole), dict[int, tuple[Part, ...]]()
+    free, found = list(whole if free is None else free), dict[int, tuple[Part, ...]]()
     for index in sorted(range(len(wanted)), key=lambda index: _modesty(wanted[index])):
         placed = place(wanted[index], free, whole)
         if placed is None:
@@ -109,6 +126,22 @@ def _modesty(execution: ExecutionSpec) -> tuple[bool, int, bool, int]:
     return execution.device != "cuda", -execution.count, execution.threads != 0, -execution.threads
 
 
-def fits(candidate: ExecutionSpec, active: Iterable[ExecutionSpec], whole: Sequence[NodeSize]) -> bool:
-    """Whether a run has room beside those that are active."""
-    return place_all([*active, candidate], whole) is not None
+def left(active: Sequence[Held], whole: Sequence[NodeSize]) -> list[NodeSize]:
+    """What is free of each node beside the runs whose node is on record; a node that is gone holds none of them."""
+    free = {node.name: node for node in whole}
+    for node in whole:
+        for held in active:
+            if held.node == node.name:
+                devices = devices_of(held.execution, node).times(held.execution.count)
+                free[node.name] = free[node.name].less(devices)
+    return list(free.values())
+
+
+def room_beside(candidate: ExecutionSpec, active: Sequence[Held], whole: Sequence[NodeSize]) -> Room | None:
+    """Where a run has room beside those that are active; None when it has none."""
+    anywhere = [held.execution for held in active if held.node is None]
+    placed = place_all([*anywhere, candidate], whole, left(active, whole))
+    if placed is None:
+        return None
+    nodes = [part.node for part in placed[-1]]
+    return Room(nodes[0] if len(nodes) == 1 else None)

@@ -70,6 +70,7 @@ def queued_by_group(tx: Connection) -> list[Row]:
 _ACTIVE: Final = select(
     runs.c.id, runs.c.tenant, runs.c.execution, runs.c.step, runs.c.steps, runs.c.updated_at, runs.c.run_deadline_at,
     attempts.c.claimed_at, attempts.c.running_at, attempts.c.from_step, attempts.c.attempt,
+    attempts.c.node,
 ).select_from(
     runs.join(attempts, and_(attempts.c.run_id == runs.c.id, attempts.c.attempt == runs.c.attempt))
 ).where(HAS_LEASE).order_by(attempts.c.claimed_at, attempts.c.id)

@@ -199,6 +199,7 @@ attempts: Final = Table(
     Column("from_step", Integer), _digest("from_head"),
     Column("last_step", Integer),
     Column("environment", Json), Column("placement", Json),
+    Column("node", String(200)),  # that the claim chose; None: of a scheduler that chose none
     UniqueConstraint("id"),
 )
 

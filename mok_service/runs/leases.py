@@ -13,6 +13,7 @@ from mok_service.db import lineage, queries, queue, tables
 from mok_service.db.ids import new_id
 from mok_service.db.session import Database
 from mok_service.lifecycle import AttemptEnd, DesiredState, StopReason
+from mok_service.placement import Held, Room
 from mok_service.provenance.digest import Digest
 from mok_service.provenance.manifest import DataManifest
 from mok_service.runs.comparing import conclude, conclude_bisect, is_compared, source_drift
@@ -28,21 +29,23 @@ def claim(db: Database, now: datetime, worker: str, capacity: Capacity, *, lease
           boot_id: str = "") -> Lease | None:
     """Takes the run whose turn it is by the order of the queue (docs/queue.md); None when none may start.
 
-    `capacity` says what has room on the cluster beside the active runs of every scheduler. Claims come one after the other,
-    under a lock, so that several schedulers never take more than there is. The attempt's row is inserted in the same
-    transaction.
+    `capacity` says what has room on the cluster beside the active runs of every scheduler, and on which node. Claims come one
+    after the other, under a lock, so that several schedulers never take more than there is. The attempt's row, with its node,
+    is inserted in the same transaction.
     """
     with db.write() as tx:
         queries.lock_claims(tx)
-        row = _next_run(tx, now, capacity)
-        if row is None:
+        found = _next_run(tx, now, capacity)
+        if found is None:
             return None
+        row, node = found
         run = LockedRun(tx, row)
         lease = Lease(run.id, run["attempt"] + 1, secrets.token_hex(16), now + timedelta(seconds=lease_seconds), lease_seconds,
-                      run["tenant"])
+                      run["tenant"], node)
         queries.add(tx, tables.attempts, [{
             "run_id": run.id, "attempt": lease.attempt, "id": new_id("att"), "tenant": run["tenant"], "worker": worker,
             "boot_id": boot_id, "claimed_at": now, "from_step": run["step"], "from_head": run["head"],
+            "node": node,
         }])
         run.set(attempt=lease.attempt, lease_token=lease.token, lease_worker=worker, lease_boot=boot_id, retry_at=None,
                 lease_expires_at=lease.expires_at, started_at=run["started_at"] or now)
@@ -51,8 +54,8 @@ def claim(db: Database, now: datetime, worker: str, capacity: Capacity, *, lease
         return lease
 
 
-def _next_run(tx: Connection, now: datetime, capacity: Capacity) -> Row | None:
-    """The row, locked, of the run that the order of the queue gives its turn (runs/queue.py)."""
+def _next_run(tx: Connection, now: datetime, capacity: Capacity) -> tuple[Row, str | None] | None:
+    """The row, locked, of the run that the order of the queue gives its turn (runs/queue.py), and the node for it."""
     seen = read_queue(tx, now)
     fits, left = remembered(room_of(capacity)), order(seen.queued, seen.active, seen.shares, now)
     while (choice := choose(left, seen.active, fits, seen.shares, now)) is not None:
@@ -60,7 +63,7 @@ def _next_run(tx: Connection, now: datetime, capacity: Capacity) -> Row | None:
         if row is not None:
             if choice.passed is None:
                 queue.put_turn(tx, choice.run.execution.priority, now)
-            return row
+            return row, choice.node
         left = [run for run in left if run != choice.run]  # its user is cancelling it at this moment
     return None
 
@@ -70,9 +73,9 @@ def room_of(capacity: Capacity) -> Fits:
     if not isinstance(capacity, Mapping):
         return capacity
 
-    def fits(candidate: ExecutionSpec, active: Sequence[ExecutionSpec]) -> bool:
-        used = sum(execution.count for execution in active if execution.device == candidate.device)
-        return used + candidate.count <= capacity.get(candidate.device, 0)
+    def fits(candidate: ExecutionSpec, active: Sequence[Held]) -> Room | None:
+        used = sum(held.execution.count for held in active if held.execution.device == candidate.device)
+        return Room() if used + candidate.count <= capacity.get(candidate.device, 0) else None
 
     return fits
 

@@ -1,7 +1,7 @@
 """Who goes next: the order of the queue and what may pass it, as pure functions over values (docs/queue.md).
 
 One place decides, for every scheduler and for what users are shown. What a run needs, and whether it has room, is the
-caller's to say (`Fits`), so that nothing here knows nodes or tables.
+caller's to say (`Fits`), so that nothing here knows what nodes have, or tables.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Final
 
+from mok_service.placement import Held, Room
 from mok_service.spec import ExecutionSpec
 
 AGING_SECONDS: Final = 300.0      # a priority that isn't served for so long counts for one more
@@ -20,15 +21,16 @@ HALF_LIFE_SECONDS: Final = 3600.0  # after so long, use counts half
 OVERHEAD_SECONDS: Final = 180.0   # starting and stopping, beside a run's own deadline
 _USE_SECONDS: Final = HALF_LIFE_SECONDS / math.log(2)  # steady use of one device adds up to one
 
-Fits = Callable[[ExecutionSpec, Sequence[ExecutionSpec]], bool]  # does it have room beside the active ones?
+Fits = Callable[[ExecutionSpec, Sequence[Held]], Room | None]  # where does it have room beside the active ones?
 
 
 def remembered(fits: Fits) -> Fits:
     """The same judge, asked once for all runs that want the same devices beside the same others."""
-    known: dict[tuple[tuple[str, int, int], ...], bool] = {}
+    known: dict[tuple[tuple[str, int, int, str | None], ...], Room | None] = {}
 
-    def asked_once(candidate: ExecutionSpec, active: Sequence[ExecutionSpec]) -> bool:
-        key = tuple((execution.device, execution.count, execution.threads) for execution in (candidate, *active))
+    def asked_once(candidate: ExecutionSpec, active: Sequence[Held]) -> Room | None:
+        key = tuple((held.execution.device, held.execution.count, held.execution.threads, held.node)
+                    for held in (Held(candidate), *active))
         if key not in known:
             known[key] = fits(candidate, active)
         return known[key]
@@ -72,6 +74,7 @@ class Busy:
     execution: ExecutionSpec
     since: datetime
     expected_end: datetime | None             # None while nothing is known about its pace
+    node: str | None = None                   # None: not on record
 
     @property
     def devices(self) -> int:
@@ -178,10 +181,11 @@ def _loads(active: Iterable[Busy], shares: Shares, now: datetime) -> dict[str, f
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The run to start. `passed` is the one before it that must wait longer for its room, and loses nothing by this."""
+    """The run to start, and where. `passed` is the one before it that must wait longer for its room, and loses nothing by this."""
 
     run: Waiting
     passed: Waiting | None
+    node: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,13 +208,14 @@ def choose(ordered: Sequence[Waiting], active: Sequence[Busy], fits: Fits, share
     for run in ordered:
         if over_quota(run, active, shares) is not None:
             continue
-        if kept is None:
-            if has_room(run, active, fits):
-                return Choice(run, None)
-            if has_room(run, (), fits):
+        room = room_for(run, active, fits)
+        if room is None:
+            if kept is None and room_for(run, (), fits):
                 kept = reserve(run, active, fits)
-        elif has_room(run, active, fits) and not could_delay(run, kept, fits, shares, now):
-            return Choice(run, kept.run)
+        elif kept is None:
+            return Choice(run, None, room.node)
+        elif not could_delay(run, room, kept, fits, shares, now):
+            return Choice(run, kept.run, room.node)
     return None
 
 
@@ -218,21 +223,21 @@ def reserve(run: Waiting, active: Sequence[Busy], fits: Fits) -> Reservation:
     """When it finds room, by when the active runs are expected to end."""
     left = sorted(active, key=lambda busy: (busy.expected_end is None, busy.expected_end or busy.since, busy.id))
     at: datetime | None = None
-    while left and not has_room(run, left, fits):
+    while left and not room_for(run, left, fits):
         at = left.pop(0).expected_end
     return Reservation(run, at, tuple(left))
 
 
-def could_delay(run: Waiting, kept: Reservation, fits: Fits, shares: Shares, now: datetime) -> bool:
-    """Whether a run, started now, could keep another from its devices or its quota when its time comes."""
+def could_delay(run: Waiting, room: Room, kept: Reservation, fits: Fits, shares: Shares, now: datetime) -> bool:
+    """Whether a run, started now where it has room, could keep another from its devices or its quota when its time comes."""
     if kept.at is not None and run.ends_before(now, kept.at):
         return False
-    beside = (*kept.beside, Busy(run.id, run.tenant, run.execution, now, None))
-    return not has_room(kept.run, beside, fits) or over_quota(kept.run, beside, shares) is not None
+    beside = (*kept.beside, Busy(run.id, run.tenant, run.execution, now, None, room.node))
+    return not room_for(kept.run, beside, fits) or over_quota(kept.run, beside, shares) is not None
 
 
-def has_room(run: Waiting, active: Sequence[Busy], fits: Fits) -> bool:
-    return fits(run.execution, [busy.execution for busy in active])
+def room_for(run: Waiting, active: Sequence[Busy], fits: Fits) -> Room | None:
+    return fits(run.execution, [Held(busy.execution, busy.node) for busy in active])
 
 
 def over_quota(run: Waiting, active: Sequence[Busy], shares: Shares) -> str | None:

@@ -12,7 +12,7 @@ from sqlalchemy import Connection
 from mok_service.db import queries
 from mok_service.db import queue as sql
 from mok_service.db.session import Database
-from mok_service.placement import NodeSize, fits
+from mok_service.placement import NodeSize, room_beside
 from mok_service.runs.clusters import NODE_SECONDS_MAX
 from mok_service.runs.queue import (
     Busy,
@@ -21,11 +21,11 @@ from mok_service.runs.queue import (
     Use,
     Waiting,
     could_delay,
-    has_room,
     order,
     over_quota,
     remembered,
     reserve,
+    room_for,
 )
 from mok_service.runs.rows import Row
 from mok_service.runs.types import Run, time_text
@@ -74,7 +74,7 @@ def _waiting(row: Row) -> Waiting:
 
 def _busy(row: Row, now: datetime) -> Busy:
     execution = ExecutionSpec.model_validate(row["execution"])
-    return Busy(row["id"], row["tenant"], execution, row["claimed_at"], _expected_end(row, now))
+    return Busy(row["id"], row["tenant"], execution, row["claimed_at"], _expected_end(row, now), row["node"])
 
 
 def _expected_end(row: Row, now: datetime) -> datetime | None:
@@ -178,10 +178,10 @@ class _View:
 
     def __init__(self, queue: Queue, ordered: Sequence[Waiting], nodes: Sequence[NodeSize], now: datetime) -> None:
         self._queue, self._ordered, self._nodes, self._now = queue, ordered, nodes, now
-        self._fits = remembered(lambda execution, active: fits(execution, active, nodes))
+        self._fits = remembered(lambda execution, active: room_beside(execution, active, nodes))
         waits = [run for run in ordered if over_quota(run, queue.active, queue.shares) is None and not self._later(run)]
-        first = next((run for run in waits if not has_room(run, queue.active, self._fits)
-                      and has_room(run, (), self._fits)), None)
+        first = next((run for run in waits if not room_for(run, queue.active, self._fits)
+                      and room_for(run, (), self._fits)), None)
         self._kept = None if first is None else reserve(first, queue.active, self._fits)
 
     def _later(self, run: Waiting) -> bool:
@@ -194,7 +194,7 @@ class _View:
         mean = sum(lengths, timedelta()) / len(lengths) if lengths else None
         active, at, found = tuple(self._queue.active), self._now, dict[str, datetime]()
         for run in self._ordered[:EXPECTED_MAX]:
-            if over_quota(run, self._queue.active, self._queue.shares) or not has_room(run, (), self._fits):
+            if over_quota(run, self._queue.active, self._queue.shares) or not room_for(run, (), self._fits):
                 continue
             place = reserve(run, active, self._fits)
             if len(place.beside) < len(active):
@@ -215,12 +215,13 @@ class _View:
         quota = over_quota(run, queue.active, queue.shares)
         if quota is not None:
             return quota
-        if not has_room(run, (), self._fits):
+        if not room_for(run, (), self._fits):
             return f"{_wanted(run.execution)} wanted, and the cluster has {self._count(run.execution, ())}"
-        if not has_room(run, queue.active, self._fits):
+        room = room_for(run, queue.active, self._fits)
+        if room is None:
             return f"{self._missing(run.execution)}; {self._next_end()}"
         kept = self._kept
-        if kept is not None and kept.run.id != run.id and could_delay(run, kept, self._fits, queue.shares, self._now):
+        if kept is not None and kept.run.id != run.id and could_delay(run, room, kept, self._fits, queue.shares, self._now):
             return f"{kept.run.id} goes first, and this run could delay it"
         return "it starts at the scheduler's next round"
 
@@ -237,6 +238,8 @@ class _View:
         if wanted.device == "cuda" and free >= wanted.count:
             beside = wanted.model_copy(update={"device": "cpu", "threads": wanted.threads or 1})
             return f"{_wanted(beside)} beside {_wanted(wanted)} wanted, {self._count(beside, active)} free"
+        if wanted.count == 1 and 0 < wanted.threads <= free:
+            return f"{_wanted(wanted)} of one machine wanted, the {free} that are free lie apart"
         return f"{_wanted(wanted)} wanted, {free} free"
 
     def _count(self, wanted: ExecutionSpec, active: Sequence[ExecutionSpec]) -> int:

@@ -18,6 +18,7 @@ from mok_service.lifecycle import (
     VerificationStatus,
     VerificationVerdict,
 )
+from mok_service.placement import Held, Room
 from mok_service.provenance.chain import StepRecord
 from mok_service.provenance.checkpoint import CheckpointInfo
 from mok_service.provenance.digest import Digest
@@ -125,6 +126,7 @@ class Lease:
     expires_at: datetime
     lease_seconds: float = 30.0
     tenant: str = "local"
+    node: str | None = None          # where it is to run; None where its scheduler counts only devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +172,8 @@ class Outcome:
     report: dict[str, Any] | None = None  # of a bisect, beside its finding
 
 
-# What a cluster has in all, by device kind ({"cpu": 1, "cuda": 8}), or a judge: does one fit beside those that are active?
-Capacity = Mapping[str, int] | Callable[[ExecutionSpec, Sequence[ExecutionSpec]], bool]
+# What a cluster has in all, by device kind ({"cpu": 1, "cuda": 8}), or a judge: where is room beside those that are active?
+Capacity = Mapping[str, int] | Callable[[ExecutionSpec, Sequence[Held]], Room | None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
+from sqlalchemy import select
 
 from mok_service import jobs, runs
+from mok_service.db import tables
 from mok_service.db.session import Database
 from mok_service.errors import Conflict, LeaseLost
 from mok_service.lifecycle import ACTIVE
+from mok_service.placement import Held, NodeSize, Room, room_beside
 from mok_service.runs import Lease, Node, Outcome, Run
 from mok_service.spec import ExecutionSpec
 from tests.databases import Clock
@@ -71,11 +74,53 @@ def test_a_claim_leaves_a_run_that_does_not_fit(db: Database, clock: Clock) -> N
 def test_a_judge_sees_the_candidate_and_the_active_runs(db: Database, clock: Clock) -> None:
     made = [submit(db, name=f"{threads}", threads=threads, now=clock.tick()).run.id for threads in range(3)]
 
-    def judge(candidate: ExecutionSpec, active: Sequence[ExecutionSpec]) -> bool:
-        return candidate.threads == 1 or [execution.threads for execution in active] == [1]
+    def judge(candidate: ExecutionSpec, active: Sequence[Held]) -> Room | None:
+        free = candidate.threads == 1 or [(held.execution.threads, held.node) for held in active] == [(1, "n1")]
+        return Room(f"n{candidate.threads}") if free else None
 
     first, second = (runs.claim(db, clock.now, "w", judge) for _ in range(2))
     assert first is not None and second is not None and (first.run_id, second.run_id) == (made[1], made[0])
+    assert (first.node, second.node) == ("n1", "n0"), "and the next judge is told where"
+
+
+def test_two_schedulers_never_take_more_of_a_node_than_it_has(db: Database, url: str, clock: Clock) -> None:
+    """Two nodes of 2 CPUs; runs of 1, 1, 1 and 2 threads: the last one doesn't fit on any node before one of the first ends."""
+    made = [submit(db, name=f"job {n}", threads=threads, now=clock.tick()).run.id for n, threads in enumerate((1, 1, 1, 2))]
+    schedulers = [(Database(url, clock=clock), f"scheduler {number}") for number in range(2)]
+
+    def judge(candidate: ExecutionSpec, active: Sequence[Held]) -> Room | None:
+        return room_beside(candidate, active, [NodeSize("a", 2, 0), NodeSize("b", 2, 0)])
+
+    def take(number: int) -> Lease | None:
+        own, worker = schedulers[number % 2]
+        return runs.claim(own, clock.now, worker, judge)
+
+    with ThreadPoolExecutor(4) as pool:
+        taken = {lease.run_id: lease for lease in pool.map(take, range(8)) if lease is not None}
+    assert {run_id: lease.node for run_id, lease in taken.items()} == {made[0]: "a", made[1]: "a", made[2]: "b"}
+    runs.release(db, taken[made[0]], "failed", "any", clock.now, clock.now + timedelta(days=1))
+    assert take(0) is None, "a CPU is free on each node"
+    runs.release(db, taken[made[2]], "failed", "any", clock.now, clock.now + timedelta(days=1))
+    last = take(1)
+    assert last is not None and (last.run_id, last.node) == (made[3], "b")
+    for own, _ in schedulers:
+        own.close()
+
+
+def test_an_attempt_without_a_node_on_record_counts_as_packed(db: Database, clock: Clock) -> None:
+    """As those of before the upgrade."""
+    for number, threads in enumerate((2, 2, 1)):
+        submit(db, name=f"job {number}", threads=threads, now=clock.tick())
+
+    def judge(candidate: ExecutionSpec, active: Sequence[Held]) -> Room | None:
+        return room_beside(candidate, active, [NodeSize("a", 2, 0), NodeSize("b", 2, 0)])
+
+    before = claim(db, clock)
+    with db.write() as tx:
+        assert tx.execute(select(tables.attempts.c.node)).scalars().all() == [None]
+    after = runs.claim(db, clock.now, "w", judge)
+    assert before is not None and after is not None and after.node in ("a", "b")
+    assert runs.claim(db, clock.now, "w", judge) is None
 
 
 def test_two_schedulers_never_take_more_than_there_is(db: Database, url: str, clock: Clock) -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mok_service.placement import NodeSize, Room, room_beside
 from mok_service.runs.queue import (
     AGING_SECONDS,
     HALF_LIFE_SECONDS,
@@ -48,7 +49,7 @@ def names(ordered: Sequence[Waiting]) -> list[str]:
 
 def room(devices: int) -> Fits:
     """A cluster of so many devices."""
-    return lambda run, active: run.count + sum(execution.count for execution in active) <= devices
+    return lambda run, active: Room() if run.count + sum(held.execution.count for held in active) <= devices else None
 
 
 # ---- The order -------------------------------------------------------------------------------------------------------
@@ -122,6 +123,15 @@ def test_what_fits_beside_it_may_pass() -> None:
     active, small = [busy("x", count=3, ends=60), busy("y", ends=900)], waiting("small")
     assert choose([BIG, small], active, room(6), Shares(), NOW) == Choice(small, BIG)
     assert choose([BIG, replace(small, execution=ExecutionSpec(count=2))], active, room(6), Shares(), NOW) is None
+
+
+def test_what_passes_leaves_the_node_alone_that_is_kept() -> None:
+    """The big one gets the node that `y` leaves. A small one would start on `a`, by its name."""
+    big, small, nodes = waiting("big", threads=2), waiting("small", threads=1), [NodeSize("a", 2, 0), NodeSize("b", 2, 0)]
+    for left, choice in (("a", None), ("b", Choice(small, big, "a"))):
+        active = [replace(busy("x", threads=1), node="b" if left == "a" else "a"),
+                  replace(busy("y", ends=60, threads=1), node=left)]
+        assert choose([big, small], active, lambda run, held: room_beside(run, held, nodes), Shares(), NOW) == choice
 
 
 def test_what_never_fits_holds_up_nobody() -> None:

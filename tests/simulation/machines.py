@@ -4,7 +4,7 @@ network between them and their scheduler that loses, delays and repeats what is 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import inf
@@ -71,7 +71,7 @@ class Worker:
     doom: Doom
     deaf: bool                            # ignores a wish to stop
     resumed_from: int | None
-    node: str | None = None               # None while it waits for room; until then nothing happens to it
+    node: str | None = None               # None while it waits for room on its node; until then nothing happens to it
     ready_at: float = inf                 # on the machines' clock, which no one sets
     doom_at: float = inf
     leaves_at: float = inf                # nobody asked for so long
@@ -156,6 +156,7 @@ class Machines:
     workers: dict[str, Worker] = field(default_factory=dict)
     stored: dict[str, set[int]] = field(default_factory=dict)  # steps of a run's checkpoints on the shared disk
     dooms: dict[str, set[Doom]] = field(default_factory=dict)   # what happened to a run's workers
+    placed: Callable[[Worker], None] = lambda worker: None      # is shown each one, right after
 
     def settle(self) -> None:
         """Checkpoints reach the disk, and devices become free."""
@@ -184,6 +185,7 @@ class Machines:
             self.dooms[run_id].add(doom)
         self.workers[payload.name] = worker
         self._seat(worker)
+        self.placed(worker)
         return worker
 
     def left(self, node: NodeSize) -> NodeSize:
@@ -194,10 +196,9 @@ class Machines:
         return node
 
     def _seat(self, worker: Worker) -> None:
-        """Begin a worker on any node that has room for it: which one isn't the scheduler's choice."""
-        roomy = [node for node in self.nodes if self.left(node).ranks(worker.payload.devices)]
-        if roomy:
-            worker.node = self.choose.choice(roomy).name
+        """Begin a worker on the node that its payload names, once there is room for it."""
+        if any(node.name == worker.payload.node and self.left(node).ranks(worker.payload.devices) for node in self.nodes):
+            worker.node = worker.payload.node
             worker.ready_at = self.now + self.choose.choice((0.2, 1.0, 4.0))
             worker.doom_at = self.now + self.choose.uniform(0.0, 12.0)
             worker.leaves_at = self.now + worker.payload.lease_seconds

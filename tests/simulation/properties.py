@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from mok_service.db.session import Database
 from mok_service.lifecycle import TRANSITIONS, RunStatus
-from mok_service.placement import NodeSize, place_all
+from mok_service.placement import NodeSize, devices_of
 from mok_service.runs.types import Lease
 from mok_service.spec import ExecutionSpec
-from tests.simulation.machines import chain
+from tests.simulation.machines import Worker, chain
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -45,36 +45,56 @@ def fenced(world: World, use_case: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def roomy(world: World, claim: Callable[..., Lease | None]) -> Callable[..., Lease | None]:
-    """A claim: afterwards all that is active fits on the machines, and in its tenant's quota."""
+    """A claim: afterwards what is active on its node fits there, and its tenant's in its quota."""
 
     @wraps(claim)
     def checked(db: Database, *arguments: Any, **options: Any) -> Lease | None:
         lease = claim(db, *arguments, **options)
         if lease is not None:
-            rows = world.raw.execute("SELECT r.id, r.tenant, r.execution FROM runs r JOIN attempts a ON a.run_id = r.id AND "
-                                     "a.attempt = r.attempt WHERE r.lease_token IS NOT NULL ORDER BY a.claimed_at, a.id")
-            active = [(run_id, tenant, ExecutionSpec.model_validate(json.loads(text))) for run_id, tenant, text in rows]
-            world.say("claimed", lease.run_id, "attempt", lease.attempt)
-            demand(place_all([execution for _, _, execution in active], world.seen_by(db)) is not None,
-                   f"more is active than fits: {[run_id for run_id, _, _ in active]}")
-            _devices_enough([execution for _, _, execution in active], world.seen_by(db))
-            _quota_kept(world, lease, active)
+            rows = world.raw.execute("SELECT r.id, r.tenant, r.execution, a.node FROM runs r JOIN attempts a "
+                                     "ON a.run_id = r.id AND a.attempt = r.attempt WHERE r.lease_token IS NOT NULL ORDER BY a.claimed_at, a.id")
+            active = [(run_id, tenant, ExecutionSpec.model_validate(json.loads(text)), at) for run_id, tenant, text, at in rows]
+            world.say("claimed", lease.run_id, "attempt", lease.attempt, "for", lease.node)
+            node = next(node for node in world.seen_by(db) if node.name == lease.node)
+            _devices_enough([execution for _, _, execution, at in active if at == node.name], node)
+            _quota_kept(world, lease, [(tenant, execution) for _, tenant, execution, _ in active])
         return lease
 
     return checked
 
 
-def _devices_enough(active: Sequence[ExecutionSpec], nodes: Sequence[NodeSize]) -> None:
-    """The same, counted without placing anything: each run holds a GPU, or at least one CPU."""
-    gpus = sum(execution.count for execution in active if execution.device == "cuda")
-    cpus = sum(max(1, min(execution.threads, *(node.cpus for node in nodes), 99)) for execution in active)
-    demand(gpus <= sum(node.gpus for node in nodes), f"{gpus} GPUs are held of {nodes}")
-    demand(cpus <= sum(node.cpus for node in nodes), f"{cpus} CPUs are held of {nodes}")
+def _devices_enough(active: Sequence[ExecutionSpec], node: NodeSize) -> None:
+    """Counted without placing anything: each run holds a GPU and CPUs, or CPUs; without threads all of them."""
+    gpus = sum(execution.device == "cuda" for execution in active)
+    cpus = sum(min(node.cpus, execution.threads or (1 if execution.device == "cuda" else node.cpus)) for execution in active)
+    demand(gpus <= node.gpus and cpus <= node.cpus, f"more is active than fits: {cpus} CPUs and {gpus} GPUs of {node}")
 
 
-def _quota_kept(world: World, lease: Lease, active: list[tuple[str, str, ExecutionSpec]]) -> None:
+def check_placed(world: World, worker: Worker) -> None:
+    """No node's workers hold more than it has. And the one just placed has begun, unless its node is no longer what the
+    schedulers saw, or an attempt that was given up, and has no lease, still holds devices there."""
+    machines, name = world.machines, worker.payload.name
+    for node in machines.nodes:
+        left = machines.left(node)
+        demand(left.cpus >= 0 and left.gpus >= 0, f"workers hold more than there is of {node}")
+    (on_record,) = world.raw.execute("SELECT node FROM attempts WHERE run_id || '-' || attempt = ?", (name,)).fetchone()
+    demand(worker.payload.node == on_record, f"{name} is placed on {worker.payload.node}, and on record is {on_record}")
+    rows = world.raw.execute("SELECT r.id || '-' || r.attempt, r.execution FROM runs r JOIN attempts a ON a.run_id = r.id AND "
+                             "a.attempt = r.attempt WHERE r.lease_token IS NOT NULL AND a.node = ?", (on_record,))
+    leased = {other: ExecutionSpec.model_validate(json.loads(text)) for other, text in rows}
+    holding = {other for other, held in machines.workers.items()
+               if held.node == worker.payload.node and held.holds(machines.now)}
+    for node in machines.nodes:
+        if node.name == worker.payload.node and name in leased and holding <= leased.keys():
+            wanted = [devices_of(execution, node) for execution in leased.values()]
+            fit = sum(each.cpus for each in wanted) <= node.cpus and sum(each.gpus for each in wanted) <= node.gpus
+            if fit and worker.payload.devices == devices_of(leased[name], node):
+                demand(worker.node == node.name, f"{name} doesn't begin on {node}, where it has room")
+
+
+def _quota_kept(world: World, lease: Lease, active: list[tuple[str, ExecutionSpec]]) -> None:
     limits = world.quotas.get(lease.tenant, {})
-    own = [execution for _, tenant, execution in active if tenant == lease.tenant]
+    own = [execution for tenant, execution in active if tenant == lease.tenant]
     for name, used in (("runs_max", len(own)), ("devices_max", sum(execution.count for execution in own))):
         limit = limits.get(name)
         demand(limit is None or used <= limit, f"tenant {lease.tenant} has {used}, and {name} is {limit}")

@@ -14,13 +14,17 @@ import pytest
 from mok_service import runs
 from mok_service.db import queries
 from mok_service.lifecycle import TRANSITIONS
+from mok_service.placement import Held, room_beside
 from mok_service.provenance.digest import sha256
 from mok_service.runs import leases, queue
 from mok_service.runs.locked import LockedRun
 from mok_service.runs.types import Lease
+from mok_workers import scheduler
+from mok_workers.messages import Payload
 from tests.simulation import play as play_module
 from tests.simulation import properties
 from tests.simulation.__main__ import chunk
+from tests.simulation.machines import Machines
 from tests.simulation.play import play
 
 WORLDS = 4000          # `make simulate` plays 10,000
@@ -129,7 +133,25 @@ def no_reaper(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_capacity(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(queue, "has_room", lambda run, active, fits: fits(run.execution, []))
+    patch.setattr(queue, "room_for", lambda run, active, fits: fits(run.execution, []))
+
+
+def no_node(patch: pytest.MonkeyPatch) -> None:
+    """Where the active runs are doesn't matter to a claim."""
+    def room_anywhere(candidate: Any, active: Any, whole: Any) -> Any:
+        return room_beside(candidate, [Held(held.execution) for held in active], whole)
+
+    patch.setattr(scheduler, "room_beside", room_anywhere)
+
+
+def no_pin(patch: pytest.MonkeyPatch) -> None:
+    """An attempt goes to the first node, whatever was claimed for it."""
+    patch.setattr(scheduler, "Payload", lambda **fields: Payload(**fields | {"node": "n1"}))
+
+
+def no_beginning(patch: pytest.MonkeyPatch) -> None:
+    """The cluster leaves attempts waiting that have room where they were placed."""
+    patch.setattr(Machines, "_seat", lambda self, worker: None)
 
 
 def no_quota(patch: pytest.MonkeyPatch) -> None:
@@ -167,6 +189,9 @@ def no_cancel(patch: pytest.MonkeyPatch) -> None:
     (no_first_reason, "cancel was granted"),
     (no_reaper, "never ended"),
     (no_capacity, "more is active than fits"),
+    (no_node, "more is active than fits"),
+    (no_pin, "and on record is"),
+    (no_beginning, "doesn't begin on"),
     (no_quota, "_max is"),
     (no_count, "event numbers have gaps"),
     (no_cancel, "cancel was granted"),

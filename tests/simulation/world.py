@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -145,6 +145,7 @@ class World:
         self.machines = Machines(choose, [
             NodeSize(f"n{number}", choose.choice((1, 2, 2, 3)), choose.choice((0, 0, 0, 1, 2)))
             for number in range(1, choose.choice((1, 1, 2, 3)) + 1)])
+        self.machines.placed = partial(properties.check_placed, self)
         self.settings = settings(self.path.parent)
         self.users = SimulatedDatabase(self.base, Faults(), lambda: self.now)
         count = 2 if choose.random() < 0.4 else 1

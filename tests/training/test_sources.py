@@ -334,7 +334,8 @@ def test_a_worker_fetches_what_its_scheduler_allows(web: Web, remote: Remote, tm
     url = f"{web.url}/d/a.txt"
     spec = job(data={"source": "files", "urls": [url]}, steps=2, execution={"threads": 1})
     document = {"training": spec.training.model_dump(mode="json"), "execution": spec.execution.model_dump(mode="json")}
-    payload = Payload("run-1", document, (), str(tmp_path / "run"), None, None, (), 60.0, Devices("cpu", 1, 0), remote=remote)
+    devices = Devices("cpu", 1, 0)
+    payload = Payload("run-1", document, (), str(tmp_path / "run"), None, None, (), 60.0, "here", devices, remote=remote)
     attempt = Attempt(payload, open_training)
     attempt.start()
     assert attempt.join(60.0)

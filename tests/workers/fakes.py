@@ -148,5 +148,6 @@ class Opens:
 
 def payload(folder: Path, *, last_step: int | None = None, lease_seconds: float = 30.0, **job: Any) -> Payload:
     return Payload(
-        "run_1-1", job_document(**job), (), str(folder), None, last_step, (), lease_seconds, Devices("cpu", 1, 0)
+        "run_1-1", job_document(**job), (), str(folder), None, last_step, (), lease_seconds, socket.gethostname(),
+        Devices("cpu", 1, 0),
     )

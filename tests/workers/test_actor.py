@@ -167,7 +167,7 @@ def real(folder: Path, name: str, **training: Any) -> Payload:
     document["training"] |= training
     job = resolve(parse_job(document))
     asked = {"training": job.training.model_dump(mode="json"), "execution": job.execution.model_dump(mode="json")}
-    return Payload(name, asked, (), str(folder / name), None, None, (), 30.0, Devices("cpu", 1, 0))
+    return Payload(name, asked, (), str(folder / name), None, None, (), 30.0, "here", Devices("cpu", 1, 0))
 
 
 def failing(opens: Open, at: int) -> Open:

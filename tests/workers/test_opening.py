@@ -34,7 +34,7 @@ def payload(folder: Path, last_step: int | None = None, *, manifest: DataManifes
     spec = job(execution={"checkpoint_interval": 2, "threads": 1}, **training)
     document = {"training": spec.training.model_dump(mode="json"), "execution": spec.execution.model_dump(mode="json")}
     return Payload(
-        f"{RUN}-1", document, (str(TEXT),), str(folder / RUN), manifest, last_step, (), 60.0, Devices("cpu", 1, 0)
+        f"{RUN}-1", document, (str(TEXT),), str(folder / RUN), manifest, last_step, (), 60.0, "here", Devices("cpu", 1, 0)
     )
 
 

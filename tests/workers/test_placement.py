@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mok_service.placement import Devices, NodeSize, Part, devices_of, fits, place, place_all
+from mok_service.placement import Devices, Held, NodeSize, Part, Room, devices_of, left, place, place_all, room_beside
 from mok_service.spec import ExecutionSpec
 
 LAPTOP = NodeSize("laptop", 2, 0)
@@ -19,6 +19,11 @@ SERVER = NodeSize("server", 16, 2)
 
 def spec(**fields: Any) -> ExecutionSpec:
     return ExecutionSpec(**fields)
+
+
+def fits(candidate: ExecutionSpec, active: list[ExecutionSpec], whole: list[NodeSize]) -> bool:
+    """Whether it has room beside runs whose nodes aren't on record."""
+    return room_beside(candidate, [Held(execution) for execution in active], whole) is not None
 
 
 @pytest.mark.parametrize(("fields", "node", "expected"), [
@@ -87,6 +92,18 @@ def test_a_gang_gets_all_its_devices_or_none() -> None:
     assert place(spec(count=4), whole, whole) is None
 
 
+def test_what_is_free_lies_where_the_runs_are() -> None:
+    whole = [NodeSize("a", 2, 0), NodeSize("b", 2, 0)]
+    apart = [Held(spec(threads=1), "a"), Held(spec(threads=1), "b")]
+    assert left(apart, whole) == [NodeSize("a", 1, 0), NodeSize("b", 1, 0)]
+    assert room_beside(spec(threads=2), apart, whole) is None
+    assert room_beside(spec(threads=1), apart, whole) == Room("a")
+    assert room_beside(spec(threads=2), apart[1:], whole) == Room("a")
+    assert room_beside(spec(threads=2), [Held(spec(threads=1)), apart[1]], whole) == Room("a"), "it may be beside the other"
+    assert room_beside(spec(threads=2), [*apart[1:], Held(spec(), "gone")], whole) == Room("a"), "it holds nothing"
+    assert room_beside(spec(count=2), [], whole) == Room(None), "on both"
+
+
 NODE_SIZES = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 4)), min_size=1, max_size=4).map(
     lambda sizes: [NodeSize(f"n{number}", *size) for number, size in enumerate(sizes)])
 SPECS = st.builds(ExecutionSpec, device=st.sampled_from(["cpu", "cuda"]), count=st.integers(1, 6), threads=st.integers(0, 7))
@@ -116,3 +133,15 @@ def test_the_order_of_the_runs_changes_nothing(whole: list[NodeSize], wanted: li
     for part in itertools.chain.from_iterable(placed or ()):
         left[part.node] = left[part.node].less(part.devices)
     assert all(node.cpus >= 0 and node.gpus >= 0 for node in left.values())
+
+
+@given(NODE_SIZES, st.lists(SPECS, max_size=12))
+def test_runs_that_start_one_after_the_other_have_what_they_hold(whole: list[NodeSize], wanted: list[ExecutionSpec]) -> None:
+    active = list[Held]()
+    for execution in (each.model_copy(update={"count": 1}) for each in wanted):
+        room = room_beside(execution, active, whole)
+        if room is None:
+            assert not any(node.ranks(devices_of(execution, size)) for node, size in zip(left(active, whole), whole, strict=True))
+        else:
+            active.append(Held(execution, room.node))
+    assert all(node.cpus >= 0 and node.gpus >= 0 for node in left(active, whole))

@@ -15,7 +15,7 @@ import pytest
 
 from mok_service import runs
 from mok_workers import placed
-from mok_workers.cluster import OBJECT_STORE_BYTES, RayCluster, temp_folder
+from mok_workers.cluster import OBJECT_STORE_BYTES, RayCluster, names_of, temp_folder
 from mok_workers.messages import Lost, Seen
 from mok_workers.placed import RayActors, RayHandle
 from mok_workers.pool import Limits, Pool
@@ -243,11 +243,17 @@ def test_a_process_with_a_gpu_that_refuses_is_lost_like_any_other(
     assert "have changed since it loaded them" in (runs.attempts(world.db, run_id)[0].message or "")
 
 
-def test_among_several_nodes_the_process_is_where_the_group_came_to(ray_cluster: RayCluster, tmp_path: Path) -> None:
+def test_every_node_has_a_name_of_its_own() -> None:
+    assert names_of([("one", "aa"), ("two", "bb"), ("two", "cc")]) == ["one", "two-bb", "two-cc"]
+
+
+def test_among_several_nodes_group_and_process_are_where_they_were_placed(ray_cluster: RayCluster, tmp_path: Path) -> None:
     ray_cluster._opens = Opens()
     ray_cluster.nodes()
     [node] = ray_cluster._cpu_nodes
     ray_cluster._cpu_nodes = ["another", node]
+    ray_cluster._ids["gone"] = "f" * len(node)
+    waits = ray_cluster.place(replace(payload(tmp_path), name="run_nowhere-1", node="gone"))
     handle = ray_cluster.place(replace(payload(tmp_path), name="run_somewhere-1"))
 
     def answered() -> bool:
@@ -256,8 +262,10 @@ def test_among_several_nodes_the_process_is_where_the_group_came_to(ray_cluster:
 
     until(answered)
     assert isinstance(handle, RayHandle) and handle._worker is not None and handle._worker.node == node
-    handle.end()
-    until(handle.gone)
+    assert isinstance(waits, RayHandle) and waits._node() is None, "its group goes nowhere else"
+    for each in (handle, waits):
+        each.end()
+        until(each.gone)
     ray_cluster.nodes()
 
 

@@ -397,6 +397,43 @@ def test_never_more_runs_than_devices_and_none_is_left_over(world: World) -> Non
     assert most == 2 and {world.run(run_id).status for run_id in many} == {"succeeded"}
 
 
+TWO_NODES = (NodeSize("a", 2, 0), NodeSize("b", 2, 0))
+
+
+def test_free_devices_that_lie_apart_are_none(make_world: MakeWorld, url: str) -> None:
+    opens = Opens({0: "wait"}, gate=True)
+    world = make_world(nodes=TWO_NODES, opens=opens, url=url)
+    small = [world.submit(threads=1) for _ in range(3)]
+    world.until(lambda: len(world.cluster.placed) == 3)
+    assert [given.node for given in world.cluster.placed] == ["a", "a", "b"]
+    runs.cancel(world.db, small[0], now=world.now)
+    big = world.submit(threads=2)
+    assert opens.go is not None
+    for _ in range(3):
+        world.tick()
+    assert len(world.cluster.placed) == 3
+    opens.go.set()
+    world.ended(*small, big)
+    assert len(world.cluster.placed) == 4
+
+
+def test_a_node_that_goes_away_before_the_worker_is_up_costs_an_attempt(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world(nodes=TWO_NODES)
+    run_id = world.submit(threads=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(InProcessHandle, "poll", lambda self: None)
+        world.until(lambda: bool(world.cluster.handles))
+        world.cluster._nodes = TWO_NODES[1:]
+        world.now += timedelta(seconds=world.settings.heartbeat_seconds)
+        world.until(lambda: world.ends(run_id)[0] == "worker_lost")
+    world.ended(run_id)
+    world.assert_whole(run_id)
+    assert [given.node for given in world.cluster.placed] == ["a", "b"]
+    assert runs.attempts(world.db, run_id)[0].message == "node a went away before a worker came up"
+
+
 def test_what_never_fits_waits_for_its_deadline_and_blocks_nobody(make_world: MakeWorld) -> None:
     world = make_world(nodes=(NodeSize("here", 2, 0), NodeSize("gpus", 8, 2)))
     too_large = world.submit(device="cuda", count=1, queue_deadline_seconds=60)

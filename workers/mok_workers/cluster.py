@@ -8,6 +8,7 @@ import secrets
 import shutil
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from mok_workers.placed import ACTOR_NAMES, RayActors, RayHandle
 from mok_workers.pool import NONE_KEPT, Limits, Pool, Worker
 
 NAMESPACE: Final = "mok"                # schedulers of one cluster find each other's placement groups by name
+NODE_ID_LABEL: Final = "ray.io/node-id"  # Ray labels each node with its id
 OBJECT_STORE_BYTES: Final = 100 << 20   # replies are small; Ray's own least is 75 MiB
 TEMP_LENGTH_MAX: Final = 40             # Ray adds 64 characters to reach its sockets, and AF_UNIX ends at 107
 
@@ -78,10 +80,11 @@ class Cluster(Protocol):
     def start(self) -> None: ...
 
     def nodes(self) -> Sequence[NodeSize]:
-        """What is there in all, by live node. Raises ClusterLost when there is none."""
+        """What is there in all, by live node; each has a name of its own. Raises ClusterLost when there is none."""
 
     def place(self, payload: Payload) -> Handle:
-        """Make a placement group named after the attempt, and find a process for it. Doesn't wait for either."""
+        """Make a placement group named after the attempt on the node that it names, one of the last answer of `nodes`, and find
+        a process for it. Doesn't wait for either."""
 
     def names(self) -> set[str]:
         """The attempts that hold devices, whoever placed them."""
@@ -125,6 +128,7 @@ class RayCluster:
         self._actors = RayActors(measure, load)
         self._pool = Pool(self._actors, kept, time.monotonic)
         self._cpu_nodes: list[str] = []
+        self._ids: dict[str, str] = {}  # Ray's, by the names that `nodes` told last
 
     def start(self) -> None:
         if self._address is not None:
@@ -157,9 +161,11 @@ class RayCluster:
         if not alive:
             raise ClusterLost("no node of the Ray cluster is alive")
         self._cpu_nodes = [node["NodeID"] for node in alive if node["Resources"].get("CPU", 0)]
+        names = names_of([(node["NodeManagerHostname"], node["NodeID"]) for node in alive])
+        self._ids = {name: node["NodeID"] for name, node in zip(names, alive, strict=True)}
         return [
-            NodeSize(node["NodeManagerHostname"], int(node["Resources"].get("CPU", 0)), int(node["Resources"].get("GPU", 0)))
-            for node in alive
+            NodeSize(name, int(node["Resources"].get("CPU", 0)), int(node["Resources"].get("GPU", 0)))
+            for name, node in zip(names, alive, strict=True)
         ]
 
     def place(self, payload: Payload) -> Handle:
@@ -167,7 +173,10 @@ class RayCluster:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         devices, worker = payload.devices, None
-        group = placement_group([{"CPU": devices.cpus, "GPU": devices.gpus}], strategy="STRICT_PACK", name=payload.name)
+        group = placement_group(
+            [{"CPU": devices.cpus, "GPU": devices.gpus}], strategy="STRICT_PACK", name=payload.name,
+            bundle_label_selector=[{NODE_ID_LABEL: self._ids[payload.node]}],
+        )
         if devices.gpus:  # Ray shows a process the GPUs that it was bound to when it started
             worker = Worker(self._actors.actor(
                 num_cpus=devices.cpus, num_gpus=devices.gpus, scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
@@ -200,6 +209,12 @@ class RayCluster:
 
         ray.shutdown()
         put_away(self._folder, self._logs)
+
+
+def names_of(nodes: Sequence[tuple[str, str]]) -> list[str]:
+    """A name for each node, given its host's and Ray's id of it: the host's, with the id where Ray has several on that host."""
+    hosts = Counter(host for host, _ in nodes)
+    return [host if hosts[host] == 1 else f"{host}-{node_id}" for host, node_id in nodes]
 
 
 def temp_path(wanted: Path) -> Path:

@@ -42,6 +42,7 @@ class Payload:
     last_step: int | None        # last step record on file; the attempt must not leave a gap after it
     on_record: tuple[CheckpointInfo, ...]  # checkpoints on file: one that says anything else of itself is damaged
     lease_seconds: float
+    node: str                    # whose devices it gets, as `Cluster.nodes` names it
     devices: Devices
     segments: tuple[Segment, ...] | None = None  # an audit: what it replays; folder and checkpoints are the audited run's
     bisect: tuple[Compared, Compared] | None = None  # a bisect: what it compares; no checkpoint of its own is on record

@@ -24,7 +24,7 @@ from mok_service.db.session import Database
 from mok_service.environment import hardware
 from mok_service.errors import Conflict, LeaseLost
 from mok_service.lifecycle import AttemptEnd, StopReason
-from mok_service.placement import NodeSize, fits, place_all
+from mok_service.placement import Held, NodeSize, Room, devices_of, room_beside
 from mok_service.provenance.bisection import PlannedSide
 from mok_service.runs.types import AppendResult, Lease, LogLine, Outcome, Run
 from mok_service.settings import Settings
@@ -217,7 +217,9 @@ class Scheduler:
 
     def _watch(self, active: Active, now: datetime) -> None:
         settings = self._settings
-        if not active.answered and due(active.since, now, settings.start_seconds_max):
+        if not active.answered and all(node.name != active.lease.node for node in self._nodes):
+            self._end(active, Release("worker_lost", f"node {active.lease.node} went away before a worker came up"), now)
+        elif not active.answered and due(active.since, now, settings.start_seconds_max):
             self._end(active, Release("worker_lost", f"no worker came up within {settings.start_seconds_max:g} s"), now)
         elif active.stopping_since is not None and due(active.stopping_since, now, settings.stop_seconds_max):
             log.warning("%s didn't stop within %g s", active.name, settings.stop_seconds_max)
@@ -288,10 +290,11 @@ class Scheduler:
     def _claim(self, now: datetime) -> Lease | None:
         if not self._nodes:
             return None
-        ours = [a.run.execution for a in self._active if isinstance(a.ending, Forget)]  # hold devices, not in the database
+        ours = [Held(a.run.execution, a.lease.node) for a in self._active
+                if isinstance(a.ending, Forget)]  # hold devices, not in the database
 
-        def judge(candidate: ExecutionSpec, active: Sequence[ExecutionSpec]) -> bool:
-            return fits(candidate, [*active, *ours], self._nodes)
+        def judge(candidate: ExecutionSpec, active: Sequence[Held]) -> Room | None:
+            return room_beside(candidate, [*active, *ours], self._nodes)
 
         return runs.claim(
             self._db, now, self._worker, judge, lease_seconds=self._settings.lease_seconds, boot_id=self._boot_id
@@ -300,12 +303,9 @@ class Scheduler:
     def _begin(self, lease: Lease, now: datetime) -> None:
         run = runs.get_run(self._db, lease.run_id, lease.tenant)
         job = jobs.get_job(self._db, run.job_id, run.tenant)
-        everything = place_all([*(a.run.execution for a in self._active), run.execution], self._nodes)
-        if everything is None:
-            runs.release(self._db, lease, "worker_lost", "the devices went away", now, self._retry_at(run, now))
-            return
-        placed = everything[-1]
-        assert len(placed) == 1, "a run of several devices is refused at submit"
+        assert lease.node is not None, "a run of several devices is refused at submit"
+        node = next(node for node in self._nodes if node.name == lease.node)
+        devices = devices_of(run.execution, node).times(run.execution.count)
         spec = {"training": job.training.model_dump(mode="json"), "execution": run.execution.model_dump(mode="json")}
         plan = runs.plan_of_audit(self._db, run)
         whose = run.id if plan is None else run.reproduces or run.id  # an audit reads the audited run's checkpoints
@@ -313,8 +313,8 @@ class Scheduler:
             name=attempt_name(lease), job=spec, data_roots=tuple(map(str, self._settings.data_roots)),
             checkpoints=str(self._settings.checkpoints(whose)), manifest=job.manifest, last_step=run.step,
             on_record=tuple(stored.info for stored in runs.checkpoints(self._db, whose, run.tenant)),
-            lease_seconds=lease.lease_seconds, devices=placed[0].devices, segments=None if plan is None else plan.rest(run.step),
-            bisect=self._compared(run), remote=Remote.of(self._settings),
+            lease_seconds=lease.lease_seconds, node=node.name, devices=devices,
+            segments=None if plan is None else plan.rest(run.step), bisect=self._compared(run), remote=Remote.of(self._settings),
         )
         try:
             runs.mark_starting(self._db, lease, now)
@@ -324,7 +324,7 @@ class Scheduler:
         active = Active(lease, run, self._cluster.place(payload), now, now)
         active.handle.ask(active.seen, lease.lease_seconds)
         self._active.append(active)
-        log.info("%s starts on %s", payload.name, placed[0].node)
+        log.info("%s starts on %s", payload.name, node.name)
 
     def _compared(self, run: Run) -> tuple[Compared, Compared] | None:
         """What a bisect compares; None for any other run."""

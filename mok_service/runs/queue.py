@@ -181,7 +181,7 @@ def _loads(active: Iterable[Busy], shares: Shares, now: datetime) -> dict[str, f
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The run to start, and where. `passed` is the one before it that must wait longer for its room, and loses nothing by this."""
+    """The run to start, and where. `passed`: the one before it that must wait longer for its room, and loses nothing by this."""
 
     run: Waiting
     passed: Waiting | None

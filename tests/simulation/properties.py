@@ -52,7 +52,8 @@ def roomy(world: World, claim: Callable[..., Lease | None]) -> Callable[..., Lea
         lease = claim(db, *arguments, **options)
         if lease is not None:
             rows = world.raw.execute("SELECT r.id, r.tenant, r.execution, a.node FROM runs r JOIN attempts a "
-                                     "ON a.run_id = r.id AND a.attempt = r.attempt WHERE r.lease_token IS NOT NULL ORDER BY a.claimed_at, a.id")
+                                     "ON a.run_id = r.id AND a.attempt = r.attempt WHERE r.lease_token IS NOT NULL "
+                                     "ORDER BY a.claimed_at, a.id")
             active = [(run_id, tenant, ExecutionSpec.model_validate(json.loads(text)), at) for run_id, tenant, text, at in rows]
             world.say("claimed", lease.run_id, "attempt", lease.attempt, "for", lease.node)
             node = next(node for node in world.seen_by(db) if node.name == lease.node)

@@ -129,6 +129,9 @@ def _postgresql_probes(tx: Connection, statement: str, values: Any) -> list[str]
     tx.exec_driver_sql("INSERT INTO manifest_files "
                        "SELECT 'local', 'sha256:' || n / 1000, n, 'sha256:' || n, 'a' FROM generate_series(1, 9999) n")
     tx.exec_driver_sql("ANALYZE manifest_files")
+    # Whether the server has looked at the empty tables by itself must not matter: it then may read an empty index as a whole.
+    tx.exec_driver_sql("UPDATE pg_class SET reltuples = -1, relpages = 0 WHERE relnamespace = 'public'::regnamespace "
+                       "AND relname NOT LIKE '%%manifest_files%%'")
     tx.exec_driver_sql("SET LOCAL enable_seqscan = off")
     (plan,) = tx.exec_driver_sql(f"EXPLAIN (FORMAT JSON) {statement}", values).scalar_one()
     waiting, found = [plan["Plan"]], []
@@ -137,7 +140,8 @@ def _postgresql_probes(tx: Connection, statement: str, values: Any) -> list[str]
         waiting += node.get("Plans", ())
         assert node["Node Type"] != "Seq Scan", node
         if "Index Name" in node:
-            assert WANTED.hex[:16] in node["Index Cond"] or "= (manifest_files.manifest_digest)" in node["Index Cond"], node
+            condition = node.get("Index Cond", "none")
+            assert WANTED.hex[:16] in condition or "= (manifest_files.manifest_digest)" in condition, node
             found.append(node["Index Name"])
     return found
 

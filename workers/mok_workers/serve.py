@@ -130,8 +130,8 @@ class Service:
         self._refuse_without_keys(db)
         application = load(app)(db, self._settings)
         config = uvicorn.Config(
-            application, loop="uvloop", http=getattr(application.state, "http", "httptools"), log_config=None, access_log=False, server_header=False,
-            proxy_headers=False,  # whose address is believed is for the application to say
+            application, loop="uvloop", http=getattr(application.state, "http", "httptools"), log_config=None, access_log=False,
+            server_header=False, proxy_headers=False,  # whose address is believed is for the application to say
             timeout_graceful_shutdown=max(1, round(self._settings.shutdown_seconds_max / 2)),
         )
         server = uvicorn.Server(config)

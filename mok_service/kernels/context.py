@@ -123,7 +123,8 @@ class Context:
         self._context = ctypes.c_void_p()
         self._raise(self._library.mok_context_create(ctypes.byref(options), ctypes.byref(self._context)), "mok_context_create")
         # A tensor a thread: BLAKE3 holds no lock while it hashes.
-        self._hashers = ThreadPoolExecutor(self.info()["context"]["threads"] if name == "cpu" else 1, "hash")
+        threads = self.info()["context"]["threads"] if name == "cpu" else 1
+        self._hash_all = ThreadPoolExecutor(threads, "hash").map if threads > 1 else map  # another thread has to be woken first
 
     def __del__(self) -> None:
         context = getattr(self, "_context", None)
@@ -174,7 +175,7 @@ class Context:
     def blake3(self, tensors: Sequence[Tensor]) -> list[str]:
         """BLAKE3 (64 hex digits) of each tensor's little-endian, row-major bytes; on a GPU only these 32 bytes come back."""
         if self.name == "cpu":
-            return list(self._hashers.map(host_blake3, tensors))
+            return list(self._hash_all(host_blake3, tensors))
         for tensor in tensors:
             check(tensor, "tensor", tensor.dtype)
         pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))

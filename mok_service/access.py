@@ -39,7 +39,8 @@ OF_ROLE: Final[dict[str, frozenset[Permission]]] = {
     "operator": frozenset(PERMISSIONS),
 }
 TENANT: Final = re.compile(r"[a-z0-9-]{1,64}")
-KEY: Final = re.compile(r"(mok_[0-9a-f]{12})_[A-Za-z0-9_-]{43}")
+KEY_PREFIX: Final = re.compile(r"mok_[0-9a-f]{12}(?=_)")  # what finds a key, and isn't secret
+KEY: Final = re.compile(rf"({KEY_PREFIX.pattern})_[A-Za-z0-9_-]{{43}}")
 USED_SECONDS: Final = 300        # how coarse `last_used_at` is
 NAME_LENGTH_MAX: Final = 100
 _NO_KEY: Final = sha256(b"")     # compared with where there is no such key, so that it takes as long

@@ -18,7 +18,7 @@ from starlette.routing import BaseRoute
 from mok_api.guard import READING
 from mok_api.limits import Buckets
 from mok_service import access, auditlog, logs
-from mok_service.access import LOCAL, Permission, Principal
+from mok_service.access import KEY_PREFIX, LOCAL, Permission, Principal
 from mok_service.db.session import Database
 from mok_service.errors import Forbidden, TooManyRequests, Unauthenticated
 from mok_service.settings import Network, Settings
@@ -49,7 +49,6 @@ ROUTES: Final[dict[tuple[str, str], Permission | Literal["public"]]] = {
     ("GET", "/v1/audit"): "audit", ("GET", "/v1/audit/head"): "audit",
 }
 FORWARDED_MAX: Final = 20  # addresses of an X-Forwarded-For that are looked at
-_PREFIX: Final = re.compile(r"mok_[0-9a-f]{12}(?=_)")  # what finds a key
 _BEARER: Final = re.compile(r"Bearer +(\S{1,500})", re.IGNORECASE)
 
 
@@ -70,7 +69,7 @@ class Door:
             return await self._principal(db, authorization, address)
         except Unauthenticated:
             if not self._told.take(_network(address)) and not self._told_of_all.take(""):
-                key = _PREFIX.search(authorization or "")
+                key = KEY_PREFIX.search(authorization or "")
                 logger.warning("no access: address=%s key=%s", address, key[0] if key else "-")
             raise
 

@@ -11,7 +11,7 @@ import psutil
 
 from mok_service.settings import Settings
 from tests.chaos.postgres import Postgres
-from tests.operating.installation import Api, Installation, Program, free_port, mok
+from tests.operating.installation import Installation, Program, api
 
 Kill = Callable[[], bool]  # whether there was something to kill
 Pids = Callable[[], set[int]]  # the processes that execute an attempt, by what they reported; empty while nobody can say
@@ -85,8 +85,7 @@ class Embedded:
     name = "embedded (`mok serve`, SQLite)"
 
     def __init__(self, folder: Path) -> None:
-        port = free_port()
-        self.service = Api(mok(folder, "serve", ["serve", "--port", str(port)], **READY), port)
+        self.service = api(folder, "serve", "serve", **READY)
         self.url, self.settings = self.service.url, Settings(data_dir=folder / "serve")
 
     def kills(self, training: Pids) -> Mapping[str, Kill]:
@@ -127,7 +126,7 @@ class Production:
 
     def keep(self) -> None:
         parts = self.installation
-        for program in (self.postgres.program, parts.ray.program, *(api.program for api in parts.apis), *parts.schedulers):
+        for program in (self.postgres.program, parts.ray.program, *(one.program for one in parts.apis), *parts.schedulers):
             if not program.running:
                 program.start()
 

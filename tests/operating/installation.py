@@ -207,6 +207,12 @@ class Api:
         return False
 
 
+def api(folder: Path, name: str, verb: str = "api", **settings: str) -> Api:
+    """`mok api` (or `mok serve`) on a free port, with a data folder of its own."""
+    port = free_port()
+    return Api(mok(folder, name, [verb, "--port", str(port)], **settings), port)
+
+
 class Installation:
     """The production form: a database by its URL, one Ray cluster, several API processes, several schedulers."""
 
@@ -217,10 +223,7 @@ class Installation:
         self.folder, self.database_url = folder, database_url
         self.ray = RayHead(folder / "ray", cpus)
         shared = {"MOK_DATABASE_URL": database_url, "MOK_CHECKPOINT_DIR": str(folder / "checkpoints")}
-        self.apis = []
-        for number in range(apis):
-            port = free_port()
-            self.apis.append(Api(mok(folder, f"api-{number}", ["api", "--port", str(port)], **shared), port))
+        self.apis = [api(folder, f"api-{number}", **shared) for number in range(apis)]
         # One key for all: a record's attestation doesn't depend on who signed it first.
         joins = {**shared, **scheduler_settings, "MOK_RAY_ADDRESS": self.ray.address, "MOK_RAY_TOKEN": str(self.ray.token),
                  "MOK_SIGNING_KEY": str(folder / "signing.pem")}

@@ -11,43 +11,41 @@ from mok_service import runs
 from mok_service.db.session import Database
 from mok_service.integrity import inspect
 from mok_service.settings import Settings
-from tests.operating.installation import Api, free_port, get, job, mok, submit, until
+from tests.operating.installation import api, get, job, submit, until
 from tests.services import Worker, spec
 
 
 def test_parallel_submits_while_another_process_writes_metrics(tmp_path: Path) -> None:
     """Case 17: one process serves 50 submits at once, this one appends steps to the same file: no 5xx, nothing is locked."""
-    port = free_port()
-    api = Api(mok(tmp_path, "api", ["api", "--port", str(port)]), port)
+    one = api(tmp_path, "api")
     settings = Settings(data_dir=tmp_path / "api")
-    api.start()
+    one.start()
     try:
-        api.ready()
+        one.ready()
         db = Database(settings.database())
         worker = Worker(db, settings)
-        assert httpx.post(api.url + "/v1/jobs", json=spec(steps=20), timeout=60.0).status_code == 201
+        assert httpx.post(one.url + "/v1/jobs", json=spec(steps=20), timeout=60.0).status_code == 201
 
         def status_of(seed: int) -> int:
-            return httpx.post(api.url + "/v1/jobs", json=job(seed), timeout=60.0).status_code
+            return httpx.post(one.url + "/v1/jobs", json=job(seed), timeout=60.0).status_code
 
         with ThreadPoolExecutor(50) as threads:
             answers = [threads.submit(status_of, seed) for seed in range(50)]
             worked = [worker.work() for _ in range(4)]
             assert [answer.result() for answer in answers] == [201] * 50
         worker.sign()
-        assert {get(api.url, f"/v1/runs/{run}")["status"] for run in worked} == {"succeeded"}
-        assert len(get(api.url, "/v1/runs?limit=100")["items"]) == 51
+        assert {get(one.url, f"/v1/runs/{run}")["status"] for run in worked} == {"succeeded"}
+        assert len(get(one.url, "/v1/runs?limit=100")["items"]) == 51
         seen = inspect(db, settings.checkpoints)
         assert seen.faults == [] and seen.runs == 4
         db.close()
     finally:
-        assert api.program.stop() == 0
+        assert one.program.stop() == 0
 
 
 def test_a_service_that_lost_everything_goes_on_without_being_asked(tmp_path: Path) -> None:
     """Case 15: every process is killed at once, and the service started again; no request comes, and the run ends."""
-    port = free_port()
-    service = Api(mok(tmp_path, "serve", ["serve", "--port", str(port)]), port)
+    service = api(tmp_path, "serve", "serve")
     settings = Settings(data_dir=tmp_path / "serve")
     service.start()
     try:

@@ -19,7 +19,7 @@ from mok_service.db.session import Database, alembic_config, check_schema
 from mok_service.integrity import inspect
 from mok_service.settings import Settings
 from tests.databases import Server
-from tests.operating.installation import Api, Installation, ended, free_port, get, job, mok, submit, until
+from tests.operating.installation import Installation, api, ended, get, job, submit, until
 
 
 @pytest.fixture(scope="module")
@@ -84,19 +84,16 @@ def test_four_apis_at_once_migrate_once_and_all_serve(empty_url: str, tmp_path: 
             config.attributes["connection"] = tx
             command.upgrade(config, "0001")
         database.close()
-    apis = []
-    for number in range(4):
-        port = free_port()
-        apis.append(Api(mok(tmp_path, f"api-{number}", ["api", "--port", str(port)], MOK_DATABASE_URL=empty_url), port))
+    apis = [api(tmp_path, f"api-{number}", MOK_DATABASE_URL=empty_url) for number in range(4)]
     try:
-        for api in apis:
-            api.start()
-        for api in apis:
-            api.ready()
-            assert get(api.url, "/v1/runs")["items"] == []
+        for one in apis:
+            one.start()
+        for one in apis:
+            one.ready()
+            assert get(one.url, "/v1/runs")["items"] == []
     finally:
-        for api in apis:
-            assert api.program.stop() == 0
+        for one in apis:
+            assert one.program.stop() == 0
     database = Database(empty_url)
     check_schema(database)
     with database.read() as tx:

@@ -26,6 +26,9 @@ TICK = timedelta(milliseconds=20)
 NODES = (NodeSize("here", 2, 0),)
 
 
+MakeWorld = Callable[..., "World"]
+
+
 @dataclass
 class World:
     folder: Path

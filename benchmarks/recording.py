@@ -1,124 +1,140 @@
-"""What recording costs of a training step of the demo: digests of the state, the body and its link, storing, signing.
+"""What recording costs of a training step of the demo.
 
-    python -m benchmarks.recording [--steps 40] [--threads 1 2] [--intervals 1 10]
+    python -m benchmarks.recording [--steps 60] [--threads 1 2] [--intervals 1 10]
 
-One process trains the demo's job and appends each record to a SQLite database by the service's own use case, as the scheduler
-does. Every part is timed within the step that it belongs to, so that parts and whole are of the same run; shares are medians
-over all steps but the first five (with an interval of 10: of the means of ten steps). Signing is timed once, over the whole
-run, and shared out among its steps.
+The demo's job is trained twice in one process, in turns of ten steps: once recorded as the service does it (digests of the state
+at their interval, each record sent to another process, which appends it to a SQLite database by the scheduler's own use case),
+once without digests and without sending. The cost is the median of what each recorded turn took more than its neighbour.
+`waited` is what the training waits for digests that other threads haven't made. `append` and `sign` are the other process's time
+(signing the run's attestation, shared out among its steps): part of the cost only where they take a core from the training.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import multiprocessing
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import UTC, datetime
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
 
 EXAMPLE: Final = Path(__file__).parents[1] / "examples" / "tiny_moe.yaml"
-WARM: Final = 5
-PARTS: Final = ("weights", "optimizer", "batch and experts", "body and link", "append", "sign")
+TURN: Final = 10
+NEVER: Final = 100_000
 
 
-class Clock:
-    """Seconds of each part of the present step. A part inside another one counts there only."""
+def job(interval: int) -> Any:
+    from mok_service.spec import load_job, parse_job, resolve
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        begin = time.perf_counter()
-        yield
-        self.seconds[name] += time.perf_counter() - begin
-
-    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with self.part(name):
-                return function(*args, **kwargs)
-        return call
-
-    def take(self) -> dict[str, float]:
-        taken, self.seconds = self.seconds, dict.fromkeys(PARTS, 0.0)
-        return taken
+    spec = load_job(EXAMPLE.read_bytes(), "yaml").model_dump()
+    spec["training"] |= {"steps": NEVER, "digest_interval": interval}
+    return resolve(parse_job(spec))
 
 
-def watch(trainer: Any, clock: Clock) -> None:
-    """Time the parts of recording where the loop does them."""
-    from mok_service.training import loop
-
-    rows = trainer.tensor_rows
-    trainer.tensor_rows = lambda flat, prefix="": (
-        clock.timed("optimizer" if prefix else "weights", rows)(flat, prefix))
-    loop.state_digest = clock.timed("body and link", loop.state_digest)  # type: ignore[assignment]
-    loop.canonical_digest = clock.timed("batch and experts", loop.canonical_digest)  # type: ignore[assignment]
-    loop.Batch.digest = clock.timed("batch and experts", loop.Batch.digest)  # type: ignore[method-assign]
-    loop.StepRecord.head = clock.timed("body and link", loop.StepRecord.head)  # type: ignore[method-assign]
-
-
-def measure(interval: int, threads: int, steps: int, folder: Path) -> None:
-    """One run; a row of the table."""
+def append(records: Connection, folder: Path, interval: int, ready: Connection) -> None:
+    """The other process: stores what comes, and tells the seconds of each append, and of signing."""
     from mok_service import jobs, runs
     from mok_service.db.session import Database, upgrade
-    from mok_service.kernels import load_backend
     from mok_service.provenance.keys import SigningKey
-    from mok_service.spec import load_job, resolve
     from mok_service.training.data import open_corpus
-    from mok_service.training.loop import Trainer
 
-    job = load_job(EXAMPLE.read_bytes(), "yaml").model_dump()
-    job["training"] |= {"steps": steps, "digest_interval": interval}
-    spec = resolve(type(load_job(EXAMPLE.read_bytes(), "yaml")).model_validate(job))
+    spec = job(interval)
     upgrade(f"sqlite:///{folder}/mok.db")
-    db, clock, now = Database(f"sqlite:///{folder}/mok.db"), Clock(), datetime.now(UTC)
-    corpus = open_corpus(spec.training.data, [], spec.training.model.vocabulary_size)
-    trainer = Trainer(spec, corpus, load_backend("cpu", threads=threads))
+    db, now = Database(f"sqlite:///{folder}/mok.db"), datetime.now(UTC)
     jobs.submit(db, spec, now=now)
     lease = runs.claim(db, now, "benchmark", {"cpu": 1})
-    assert lease is not None and trainer.record_zero is not None
+    assert lease is not None
+    manifest = open_corpus(spec.training.data, [], spec.training.model.vocabulary_size).manifest
     runs.mark_starting(db, lease, now)
-    runs.mark_running(db, lease, now, {"code": {"native": {}}}, {}, corpus.manifest)
-    runs.append(db, lease, [trainer.record_zero], now=now)
-    watch(trainer, clock)
-    whole, parts = [], []
-    for _ in range(steps):
+    runs.mark_running(db, lease, now, {"code": {"native": {}}}, {}, manifest)
+    ready.send(None)
+    seconds = list[float]()
+    while (record := records.recv()) is not None:
         begin = time.perf_counter()
-        record = trainer.advance()
-        with clock.part("append"):
-            runs.append(db, lease, [record], now=now)
-        whole.append(time.perf_counter() - begin)
-        parts.append(clock.take())
+        runs.append(db, lease, [record], now=now)
+        seconds.append(time.perf_counter() - begin)
     runs.finish(db, lease, runs.Outcome("failed", "internal"), now)  # without checkpoints it isn't a success
     begin = time.perf_counter()
     runs.attest(db, SigningKey.generate(), lease.run_id)
-    signing = (time.perf_counter() - begin) / steps
+    ready.send((statistics.median(seconds), (time.perf_counter() - begin) / len(seconds)))
     db.close()
-    groups = [range(first, first + interval) for first in range(WARM, steps - interval, interval)]
-    per_step = [sum(whole[i] for i in group) / interval + signing for group in groups]
-    median = statistics.median(per_step)
 
-    def share(name: str) -> float:
-        if name == "sign":
-            return signing / median
-        return statistics.median(sum(parts[i][name] for i in group) / interval / step
-                                 for group, step in zip(groups, per_step, strict=True))
 
-    shares = [share(name) for name in PARTS]
-    print(f"| {interval} | {threads} | {median * 1e3:.0f} | " + " | ".join(f"{100 * value:.2f}" for value in shares)
-          + f" | {100 * sum(shares):.2f} |")
+def training(interval: int, threads: int) -> tuple[Any, list[float]]:
+    """A trainer's records, and the seconds that each of its states was waited for."""
+    from mok_service.kernels import load_backend
+    from mok_service.training.data import open_corpus
+    from mok_service.training.loop import Trainer
+
+    spec, waited = job(interval), list[float]()
+    corpus = open_corpus(spec.training.data, [], spec.training.model.vocabulary_size)
+    trainer = Trainer(spec, corpus, load_backend("cpu", threads=threads))
+    begin = trainer._hashing.begin
+
+    def begin_timed(*arguments: Any) -> Callable[[], Any]:
+        finish = begin(*arguments)
+
+        def finish_timed() -> Any:
+            started = time.perf_counter()
+            try:
+                return finish()
+            finally:
+                waited.append(time.perf_counter() - started)
+
+        return finish_timed
+
+    trainer._hashing.begin = begin_timed  # type: ignore[method-assign]
+    return trainer.records(), waited
+
+
+def measure(interval: int, threads: int, steps: int, folder: Path) -> None:
+    """A row of the table."""
+    spawn = multiprocessing.get_context("spawn")
+    theirs, records = spawn.Pipe(duplex=False)
+    ready, told = spawn.Pipe(duplex=False)
+    other = spawn.Process(target=append, args=(theirs, folder, interval, told))
+    other.start()
+    ready.recv()
+    recorded, waited = training(interval, threads)
+    plain, _ = training(NEVER, threads)
+
+    def turn(iterator: Any, send: bool) -> float:
+        begin = time.perf_counter()
+        for record in itertools.islice(iterator, TURN):
+            if send:
+                records.send(record)
+        return (time.perf_counter() - begin) / TURN
+
+    turn(recorded, True), turn(plain, False)
+    waited.clear()
+    turns = list[tuple[float, float]]()
+    for index in range(steps // TURN):
+        if index % 2:
+            turns.append((turn(recorded, True), turn(plain, False)))
+        else:
+            without = turn(plain, False)
+            turns.append((turn(recorded, True), without))
+    records.send(None)
+    appending, signing = ready.recv()
+    other.join()
+    with_it, without = (statistics.median(times) for times in zip(*turns, strict=True))
+    cost = statistics.median(one / other for one, other in turns) - 1
+    parts = sum(waited) / (len(turns) * TURN), appending, signing
+    print(f"| {interval} | {threads} | {without * 1e3:.0f} | {with_it * 1e3:.0f} | {100 * cost:.1f} | "
+          + " | ".join(f"{100 * part / without:.1f}" for part in parts) + " |", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=60, help="of each of the two trainings")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--intervals", type=int, nargs="+", default=[1, 10])
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
@@ -127,8 +143,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             measure(arguments.intervals[0], arguments.threads[0], arguments.steps, Path(folder))
         return
-    print("| digests every | threads | step, ms | " + " | ".join(f"{name}, %" for name in PARTS) + " | all, % |")
-    print("| --- |" + " --- |" * (len(PARTS) + 3), flush=True)
+    print("| digests every | threads | step, ms | recorded, ms | cost, % | waited, % | append, % | sign, % |")
+    print("| --- |" + " --- |" * 7, flush=True)
     for threads in arguments.threads:
         for interval in arguments.intervals:
             command = [sys.executable, "-m", "benchmarks.recording", "--child", "--steps", str(arguments.steps)]

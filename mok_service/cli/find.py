@@ -20,7 +20,8 @@ def find(
 ) -> None:
     """Say what produced or used a digest.
 
-    Of weights, optimizer state, a step record, a file of a checkpoint or of the data, a spec, a library, an attestation.
+    Of weights, optimizer state, a step record, a file of a checkpoint or of the data, a spec, a library, an attestation of a
+    run or a verdict.
 
     Exits 6 when nothing here did.
     """
@@ -43,5 +44,5 @@ def find(
 
 def _line(use: dict[str, Any]) -> str:
     step = "" if use["step"] is None else f"  step {use['step']}"
-    name = "" if use["name"] is None else f"  {use['name']}"
-    return f"{use['relation']:8}  {use['role']:20}  {use['run'] or use['job']}{step}{name}"
+    where = [found for found in (use["run"] or use["job"], use["name"]) if found is not None]
+    return f"{use['relation']:8}  {use['role']:20}  {where[0]}{step}{''.join(f'  {name}' for name in where[1:])}"

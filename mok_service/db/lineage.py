@@ -44,6 +44,7 @@ from mok_service.db.tables import (
     manifest_files,
     runs,
     step_records,
+    verification_attestations,
     verifications,
 )
 from mok_service.lifecycle import FINAL, UNCHAINED
@@ -106,7 +107,7 @@ def _uses_query() -> CompoundSelect[Any]:
     tenant, digits = (bindparam(name, type_=String) for name in ("tenant", "digits"))
     digest = bindparam("digest", type_=DigestText)
     r, s, c, j = runs.c, step_records.c, checkpoints.c, jobs.c
-    u, m, a = digest_uses.c, manifest_files.c, attestations.c
+    u, m, a, v = digest_uses.c, manifest_files.c, attestations.c, verification_attestations.c
     parts = [
         _part("final-weights", _of(r.tenant, tenant), r.weights == digest, run=r.id, step=r.step),
         *(_part(f"step-{role}", s.tenant == tenant, _step_digest(s[column], digest, digits), run=s.run_id, step=s.step)
@@ -115,6 +116,7 @@ def _uses_query() -> CompoundSelect[Any]:
           for column in ("weights", "optimizer")),
         _part(u.role, u.tenant == tenant, u.digest == digest, run=u.run_id, step=u.place, name=u.name),
         _part("attestation", a.tenant == tenant, a.digest == digest, run=a.run_id),
+        _part("verdict-attestation", v.tenant == tenant, v.digest == digest, name=v.verification_id),
         _part("initial-weights", _of(r.tenant, tenant), r.init_weights == digest, run=r.id),
         *(_part(role, _of(j.tenant, tenant), j[column] == digest, job=j.id)
           for role, column in (("training-spec", "training_digest"), ("data-manifest", "manifest_digest"))),

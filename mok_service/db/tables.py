@@ -328,6 +328,7 @@ verification_attestations: Final = Table(
     Column("log_index", Integer, ForeignKey("log_entries.log_index"), nullable=False),
     _time("created_at"),
     UniqueConstraint("log_index"),
+    Index(None, "digest"),
 )
 
 # The append-only log of all attestations, a Merkle tree. The whole service has one; nobody owns it.

@@ -7,8 +7,7 @@ import ctypes
 import hashlib
 import json
 import mmap
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,14 @@ from torch import Tensor
 
 from mok_service.errors import KernelError
 from mok_service.kernels import abi
+from mok_service.kernels.hashing import Helpers, host_bytes
 from mok_service.kernels.library import load_library
-from mok_service.provenance.digest import blake3_of
 
 F32, BF16, I32, I64, U8 = torch.float32, torch.bfloat16, torch.int32, torch.int64, torch.uint8
 OPERAND_DTYPES = {"fp32": F32, "bf16": BF16}
 CODES = {F32: 0, BF16: 1}
 HUGE_PAGE_BYTES = 1 << 21
+BeginBlake3 = Callable[[], Callable[[], list[str]]]
 _OPERATIONS = abi.OPERATIONS | abi.CUDA_OPERATIONS
 _STATUS = {
     abi.INVALID: "invalid argument",
@@ -62,12 +62,6 @@ def check_rows(tensor: Tensor, name: str, dtype: torch.dtype, shape: tuple[int, 
     if tensor.stride(1) != 1 or tensor.stride(0) < shape[1]:
         raise ValueError(f"{name} has strides {list(tensor.stride())}; allowed: [>= {shape[1]}, 1]")
     return int(tensor.stride(0))
-
-
-def host_blake3(tensor: Tensor) -> str:
-    """BLAKE3 (64 hex digits) of the little-endian, row-major bytes of a tensor in host memory."""
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return blake3_of(memoryview(data.numpy())).hex  # type: ignore[arg-type]
 
 
 def host_zeros(count: int, dtype: torch.dtype) -> Tensor:
@@ -122,9 +116,7 @@ class Context:
         )
         self._context = ctypes.c_void_p()
         self._raise(self._library.mok_context_create(ctypes.byref(options), ctypes.byref(self._context)), "mok_context_create")
-        # A tensor a thread: BLAKE3 holds no lock while it hashes.
-        threads = self.info()["context"]["threads"] if name == "cpu" else 1
-        self._hash_all = ThreadPoolExecutor(threads, "hash").map if threads > 1 else map  # another thread has to be woken first
+        self._helpers = Helpers(self.info()["context"]["threads"]) if name == "cpu" else None
 
     def __del__(self) -> None:
         context = getattr(self, "_context", None)
@@ -174,14 +166,32 @@ class Context:
 
     def blake3(self, tensors: Sequence[Tensor]) -> list[str]:
         """BLAKE3 (64 hex digits) of each tensor's little-endian, row-major bytes; on a GPU only these 32 bytes come back."""
-        if self.name == "cpu":
-            return list(self._hash_all(host_blake3, tensors))
+        return self.prepare_blake3(tensors)()()
+
+    def prepare_blake3(self, tensors: Sequence[Tensor]) -> BeginBlake3:
+        """`blake3` of the same tensors again and again: each call begins it for what they hold then, and what it returns gives
+        the digests. In between the tensors must stay as they are. On a CPU threads of the lowest priority hash meanwhile, on a
+        GPU the hashing is enqueued. Raises ValueError for a tensor that isn't contiguous.
+        """
         for tensor in tensors:
             check(tensor, "tensor", tensor.dtype)
-        pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
-        lengths = (ctypes.c_int64 * len(tensors))(*(tensor.numel() * tensor.element_size() for tensor in tensors))
-        out = self.empty(len(tensors), 32, dtype=U8)
-        self.call(
-            "mok_blake3", count=len(tensors), pointers=ctypes.addressof(pointers), lengths=ctypes.addressof(lengths), out=out
-        )
-        return [bytes(row).hex() for row in out.tolist()]
+        return self._on_host(tensors) if self._helpers is not None else self._on_device(tensors)
+
+    def _on_host(self, tensors: Sequence[Tensor]) -> BeginBlake3:
+        assert self._helpers is not None
+        helpers, data = self._helpers, [host_bytes(tensor) for tensor in tensors]
+        return lambda: helpers.begin(data).result
+
+    def _on_device(self, tensors: Sequence[Tensor]) -> BeginBlake3:
+        kept = list(tensors)
+        pointers = (ctypes.c_void_p * len(kept))(*(tensor.data_ptr() for tensor in kept))
+        lengths = (ctypes.c_int64 * len(kept))(*(tensor.numel() * tensor.element_size() for tensor in kept))
+
+        def begin() -> Callable[[], list[str]]:
+            out = self.empty(len(kept), 32, dtype=U8)
+            self.call(
+                "mok_blake3", count=len(kept), pointers=ctypes.addressof(pointers), lengths=ctypes.addressof(lengths), out=out
+            )
+            return lambda: [bytes(row).hex() for row in out.tolist()]
+
+        return begin

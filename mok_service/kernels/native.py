@@ -17,9 +17,9 @@ from mok_service.kernels.context import (
     U8,
     check,
     check_rows,
-    host_blake3,
     stream_number,
 )
+from mok_service.kernels.hashing import host_blake3
 from mok_service.kernels.layers import Layers
 from mok_service.kernels.moe import Experts
 from mok_service.kernels.products import Products

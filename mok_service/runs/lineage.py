@@ -36,6 +36,7 @@ _ROLES: Final[dict[str, tuple[Relation, str]]] = {
     lineage.CHECKPOINT_FILE: ("produced", f"{_CHECKPOINTS}/{{step}}/files/{{name}}"),
     lineage.NATIVE_LIBRARY: ("used", f"{_RUN}/attempts"),
     "attestation": ("produced", f"{_RUN}/attestation"),
+    "verdict-attestation": ("produced", "/v1/verifications/{name}/attestation"),
     "initial-weights": ("used", _RUN),
     "training-spec": ("used", _JOB), "data-manifest": ("used", _JOB), "data-file": ("used", _JOB),
 }
@@ -46,7 +47,8 @@ _RELATIONS: Final = {"audit": "audits", "bisect": "bisects"}
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One place where a digest occurs. `step` is a step record's or checkpoint's; `name` a file's or library's."""
+    """One place where a digest occurs: in a run, a job, or else a verification. `step` is a step record's or checkpoint's; `name`
+    a file's or library's, or the verification's id."""
 
     role: str
     relation: Relation

@@ -4,10 +4,12 @@ auditor run the very same code.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import numpy as np
@@ -16,18 +18,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mok_service.errors import InvalidSpec, NonFinite
-from mok_service.kernels.native import NativeBackend, host_blake3
+from mok_service.kernels.native import NativeBackend
 from mok_service.provenance.chain import StateDigests, StepRecord, float_bits, float_from_bits, genesis
 from mok_service.provenance.checkpoint import CheckpointInfo
-from mok_service.provenance.digest import Digest, TensorDigest, canonical_digest, state_digest
+from mok_service.provenance.digest import Digest, canonical_digest
 from mok_service.spec import JobSpec, training_digest
-from mok_service.training.checkpoint import (
-    CheckpointStore,
-    State,
-    cursor_digest,
-    tensor_digest,
-)
+from mok_service.training.checkpoint import CheckpointStore, State
 from mok_service.training.data import Batch, Corpus
+from mok_service.training.digests import PREVIOUS_NORM, StateHashing, norm_tensor
 from mok_service.training.gradients import Gradients
 from mok_service.training.hugging_face import config_of
 from mok_service.training.model import MicroBatch, Model, StepSums
@@ -35,7 +33,6 @@ from mok_service.training.optimizer import clip_scale, learning_rate, update_sca
 
 P = ParamSpec("P")
 R = TypeVar("R")
-PREVIOUS_NORM = "previous_norm"
 _FIXED_POINT = 2.0**-32
 
 
@@ -69,6 +66,26 @@ def _on_stream(method: Callable[Concatenate[Trainer, P], R]) -> Callable[Concate
     return cast("Callable[Concatenate[Trainer, P], R]", wrapped)
 
 
+@dataclass(frozen=True)
+class _Computed:
+    """Forward and backward of a step: everything but the update."""
+
+    step: int
+    batch: Batch
+    sums: StepSums
+    loss: float
+    norm: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Updated:
+    """A step whose update is done: its record, but for the digests of the state, and what waits for those."""
+
+    record: StepRecord
+    digests: Callable[[], StateDigests] | None
+
+
 class Trainer:
     """The loop with its state in reach: `step` and `head` after the last record, and `save()`."""
 
@@ -96,6 +113,7 @@ class Trainer:
             spec.model, spec.precision, backend, spec.sequence_length, spec.batch.group_sequences, spec.batch.shards
         )
         self._gradient_graph = Gradients(self.model)
+        self._hashing = StateHashing(self.model.parameters, backend)
         self.step = 0
         self.previous_norm = float_bits(0.0)
         self.record_zero: StepRecord | None = None
@@ -162,26 +180,10 @@ class Trainer:
         for name, view in views.items():
             view.copy_(tensors[name])
 
-    def tensor_rows(self, flat: Tensor, prefix: str = "") -> list[TensorDigest]:
-        """Digests of the logical tensors of one flat buffer."""
-        named = list(self.model.parameters.named(flat))
-        digests = self.backend.blake3([tensor for _, tensor in named])
-        return [tensor_digest(prefix + name, tensor, digest) for (name, tensor), digest in zip(named, digests, strict=True)]
-
     @_on_stream
     def state_digests(self) -> StateDigests:
         """Digests of the state after `step`."""
-        parameters = self.model.parameters
-        optimizer = [
-            *self.tensor_rows(parameters.first, "first/"),
-            *self.tensor_rows(parameters.second, "second/"),
-            tensor_digest(PREVIOUS_NORM, norm := self._previous_norm(), host_blake3(norm)),
-        ]
-        return StateDigests(state_digest(self.tensor_rows(parameters.weights)), state_digest(optimizer), cursor_digest(self.step))
-
-    def _previous_norm(self) -> Tensor:
-        """The norm that clipping keeps, as the tensor of the optimizer's state that it is."""
-        return torch.tensor(float_from_bits(self.previous_norm), dtype=torch.float32)
+        return self._hashing.begin(self.step, self.previous_norm)()
 
     @_on_stream
     def save(self, digests: StateDigests | None = None) -> CheckpointInfo:
@@ -194,7 +196,7 @@ class Trainer:
             for part, flat in (("first", parameters.first), ("second", parameters.second))
             for name, tensor in parameters.named(flat)
         }
-        moments[PREVIOUS_NORM] = self._previous_norm()
+        moments[PREVIOUS_NORM] = norm_tensor(self.previous_norm)
         return self.store.save(
             self.step,
             self.head,
@@ -206,48 +208,80 @@ class Trainer:
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def records(self) -> Iterator[StepRecord]:
-        """The records from here on; see `train`."""
+        """The records from here on; see `train`. While the state after a step is digested, forward and backward of the next one
+        are computed, which read it; the update, which changes it, comes after the record.
+        """
         if self.record_zero is not None:
             yield self.record_zero
         interval = self.job.execution.checkpoint_interval
+        ahead: _Computed | None = None
         while self.step < self.spec.steps:
-            record = self.advance()
+            updated = self._update(ahead or self._compute())
             last = self.step == self.spec.steps
+            ahead, failure = None, None
+            if updated.digests is not None and self._hashing.beside and not last:
+                try:
+                    ahead = self._compute()
+                except Exception as error:  # of the next step: this one has its record first
+                    failure = error
+            record = self._record(updated)
             if self.store is not None and (last or (interval and self.step % interval == 0)):
                 self.save(record.state)
             yield record
+            if failure is not None:
+                raise failure
 
-    @_on_stream
     def advance(self) -> StepRecord:
         """One optimizer step. Raises NonFinite; the state in memory is then unusable, checkpoints are untouched."""
+        return self._record(self._update(self._compute()))
+
+    @_on_stream
+    def _compute(self) -> _Computed:
+        """Forward and backward of the next step. Raises NonFinite. The sums are valid until the next call."""
         started = time.perf_counter()
         spec, step = self.spec, self.step + 1
         batch = self.corpus.batch(step, spec.batch.sequences, spec.sequence_length, self._permutation)
-        valid = batch.valid
-        sums = self._gradients(batch, valid)
-        loss = float(np.float32(int(sums.loss) * _FIXED_POINT / valid))
+        sums = self._gradients(batch, batch.valid)
+        loss = float(np.float32(int(sums.loss) * _FIXED_POINT / batch.valid))
         squares = sum((value for _, value in self.model.parameters.sums_of_squares()), 0.0)
-        norm = float(np.float32(math.sqrt(squares) / valid)) if math.isfinite(squares) else math.nan
+        norm = float(np.float32(math.sqrt(squares) / batch.valid)) if math.isfinite(squares) else math.nan
         if int(sums.status) or not math.isfinite(norm):
             what = "a logit or the loss" if int(sums.status) else "the gradient norm"
             raise NonFinite(f"step {step}: {what} is not finite", reason="non_finite", step=step)
-        rate = self._update(step, valid, norm, sums)
+        return _Computed(step, batch, sums, loss, norm, time.perf_counter() - started)
+
+    @_on_stream
+    def _update(self, computed: _Computed) -> _Updated:
+        """The step's update. The digests of the state begin, if they are due."""
+        started = time.perf_counter()
+        spec, step, batch, sums = self.spec, computed.step, computed.batch, computed.sums
+        rate = self._adamw(step, batch.valid, computed.norm, sums)
         self.step = step
-        self.previous_norm = float_bits(norm)
-        digested = step % spec.digest_interval == 0 or step == spec.steps
+        self.previous_norm = float_bits(computed.norm)
+        due = step % spec.digest_interval == 0 or step == spec.steps
+        digests = self._hashing.begin(step, self.previous_norm) if due else None
         record = StepRecord(
             step=step,
             previous=self.head,
-            state=self.state_digests() if digested else None,
-            loss_bits=float_bits(loss),
-            grad_norm_bits=float_bits(norm),
-            tokens=valid,
+            state=None,
+            loss_bits=float_bits(computed.loss),
+            grad_norm_bits=float_bits(computed.norm),
+            tokens=batch.valid,
             batch=batch.digest(),
             expert_load=canonical_digest({"type": "mok.expert_load/v1", "counts": sums.counts.sum(1).tolist()}),
-            seconds=time.perf_counter() - started,
             learning_rate=rate,
             metrics=self._metrics(batch, sums),
+            seconds=computed.seconds + time.perf_counter() - started,
         )
+        return _Updated(record, digests)
+
+    @_on_stream
+    def _record(self, updated: _Updated) -> StepRecord:
+        """The step's record, once the digests are there; `head` is then its."""
+        started, record = time.perf_counter(), updated.record
+        if updated.digests is not None:
+            state = updated.digests()
+            record = dataclasses.replace(record, state=state, seconds=record.seconds + time.perf_counter() - started)
         self.head = record.head()
         return record
 
@@ -302,7 +336,7 @@ class Trainer:
         model = self.spec.model
         return 2.0 * model.z_loss_coefficient * valid / (real * model.layers)
 
-    def _update(self, step: int, valid: int, norm: float, sums: StepSums) -> float:
+    def _adamw(self, step: int, valid: int, norm: float, sums: StepSums) -> float:
         """AdamW on all parameters; returns the learning rate."""
         spec, parameters = self.spec.optimizer, self.model.parameters
         rate = learning_rate(spec, step, self.spec.steps, self.backend.scalar)

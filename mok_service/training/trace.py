@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mok_service.kernels.abi import OUTPUTS, UPDATED
+from mok_service.kernels.context import BeginBlake3
 from mok_service.kernels.native import NativeBackend
 from mok_service.training.model import Model
 from mok_service.training.parameters import LogicalTensor
@@ -92,8 +93,8 @@ class TracingBackend(NativeBackend):
     def info(self) -> dict[str, Any]:
         return self._inner.info()
 
-    def blake3(self, tensors: Sequence[Tensor]) -> list[str]:
-        return self._inner.blake3(tensors)
+    def prepare_blake3(self, tensors: Sequence[Tensor]) -> BeginBlake3:
+        return self._inner.prepare_blake3(tensors)
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[Trace]:

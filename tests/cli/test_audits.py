@@ -112,6 +112,8 @@ def test_by_rest_and_by_the_command(mok: Mok, world: World, run: str) -> None:
             Signer(world.db, signing_key(world.settings.key_file())).tick()
             signed = api.get(f"/v1/verifications/{listed[1]['id']}/attestation").json()
             assert (signed["run"], signed["verification"]) == (run, listed[1]["id"])
+            found = mok("find", signed["digest"])
+            assert found.out.split() == ["produced", "verdict-attestation", listed[1]["id"]]
             assert {entry["verification"] for entry in api.get("/v1/log/entries").json()["items"]} >= {listed[1]["id"], None}
             shown = mok("show", run).out
             assert f"(signed: entry {signed['log_index']} of the log)" in shown and "attested" in shown

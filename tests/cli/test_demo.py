@@ -17,6 +17,7 @@ import httpx
 import psutil
 import pytest
 
+from mok_workers.supervisor import runs
 from tests.cli.test_command import ROOT, environment
 from tests.cli.test_train import SPEC
 from tests.training.jobs import TEXT
@@ -52,7 +53,7 @@ class Process:
             self.look()
             time.sleep(0.2)
         output = self.popen.communicate(timeout=SECONDS_MAX)[0]
-        left = [p for p in self.seen if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        left = [process for process in self.seen if runs(process)]
         assert left == []
         return self.popen.returncode, output
 

@@ -182,6 +182,10 @@ def test_a_verdict_is_attested_once_it_is_there(db: Database, clock: Clock) -> N
     assert runs.get_verification(db, asked.id).log_index == signed.log_index == 3
     document = json.loads(b64decode(signed.envelope["payload"]))
     assert document == verdict_statement(runs.provenance(db, original.id), runs.get_verification(db, asked.id).as_dict())
+    (use,) = runs.find_digest(db, str(signed.digest)).items
+    assert (use.role, use.name, use.run) == ("verdict-attestation", asked.id, None)
+    assert use.place == f"/v1/verifications/{asked.id}/attestation"
+    assert runs.find_digest(db, str(signed.digest), "other").items == ()
     with pytest.raises(NotFound, match="has no attestation"):
         runs.get_verdict_attestation(db, cancelled.id)
 

@@ -103,6 +103,7 @@ class TestDigests:
             found = probes(tx, statement, values)
         assert sorted(found) == sorted([
             "ix_runs_weights", "ix_runs_init_weights", "ix_attestations_digest",
+            "ix_verification_attestations_digest",
             "ix_step_records_head", "ix_step_records_weights", "ix_step_records_optimizer",
             "ix_checkpoints_weights", "ix_checkpoints_optimizer", "pk_digest_uses",
             "ix_jobs_training_digest", "ix_jobs_manifest_digest",

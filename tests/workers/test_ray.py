@@ -6,6 +6,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,13 @@ def free_cpus() -> float:
 
 def actors() -> list[psutil.Process]:
     """The processes of our actors that run."""
-    return [p for p in psutil.Process().children(recursive=True) if p.name().startswith("ray::TrainActor") and runs_still(p)]
+    return [process for process in psutil.Process().children(recursive=True) if is_actor(process)]
+
+
+def is_actor(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):  # it may end while it is looked at
+        return process.name().startswith("ray::TrainActor") and runs_still(process)
+    return False
 
 
 def test_a_run_completes_and_no_secret_reaches_the_worker(

@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,12 @@ def until(reached: Callable[[], Any], what: str) -> None:
         time.sleep(0.02)  # this is another program's time, not ours
 
 
+def is_raylet(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):  # it may end while it is looked at
+        return process.name() == "raylet"
+    return False
+
+
 def test_the_whole_service_comes_up_refuses_a_second_one_and_leaves_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     service = program(folder)
@@ -67,7 +74,7 @@ def test_the_whole_service_comes_up_refuses_a_second_one_and_leaves_nothing(tmp_
         second = program(folder)
         assert f"process id {service.pid}" in second.communicate(timeout=SECONDS_MAX)[0] and second.returncode == 1
 
-        until(lambda: any(p.name() == "raylet" for p in psutil.Process(service.pid).children(recursive=True)), "Ray")
+        until(lambda: any(map(is_raylet, psutil.Process(service.pid).children(recursive=True))), "Ray")
         seen += psutil.Process(service.pid).children(recursive=True)
         service.terminate()
         assert service.wait(SECONDS_MAX) == 0

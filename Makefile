@@ -51,8 +51,8 @@ bench-service: $(STAMPS)/test ## measure the service: submits, appends, event st
 chaos: $(STAMPS)/test ## kill a real service's processes at random, 100 times: takes long; SEED=N
 	$(BIN)/python -m tests.chaos --kills 100 --seed $(or $(SEED),1)
 
-simulate: $(STAMPS)/test ## play 10,000 worlds of faults against the scheduler and its SQL
-	$(BIN)/python -m tests.simulation --seeds 10000
+simulate: $(STAMPS)/test ## play 10,000 more worlds of faults against the scheduler and its SQL than the tests do; FIRST=N
+	$(BIN)/python -m tests.simulation --seeds 10000 --first $(or $(FIRST),10000)
 
 exhaustive: $(STAMPS)/test ## functions on all 2^32 inputs, other compilers, a busy machine; takes long
 	library=$$($(BIN)/python -c 'from mok_service.kernels.library import library_path as p; print(p("cpu"))') && mkdir -p build && \

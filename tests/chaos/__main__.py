@@ -59,6 +59,7 @@ class Story:
     answers: Counter[str] = field(default_factory=Counter)          # what submits met
     submitted: list[tuple[str, int]] = field(default_factory=list)  # run, and which job
     attempts: Counter[str] = field(default_factory=Counter)
+    failures: Counter[str] = field(default_factory=Counter)         # what attempts that failed said, and no process was blamed
     seconds: float = 0.0
     faults: list[str] = field(default_factory=list)
 
@@ -232,6 +233,8 @@ class Chaos:
             story.faults.append(f"{len(story.submitted)} submits made {made} jobs")
         with self._db.read() as tx:
             story.attempts.update(str(end) for end in tx.execute(select(attempts.c.end_reason)).scalars())
+            said = tx.execute(select(attempts.c.message).where(attempts.c.end_reason == "failed")).scalars()
+            story.failures.update(str(message).strip().splitlines()[-1] for message in said)
         story.faults += [f"{fault.of}: {fault.message}" for fault in inspect(self._db, self._form.settings.checkpoints).faults]
 
 
@@ -278,6 +281,8 @@ def report(stories: list[Story], seed: int) -> str:
             middle, most = (f"{statistics.median(took):.1f}", f"{max(took):.1f}") if took else ("-", "-")
             lines.append(f"| {kind} | {len(took)} | {middle} | {most} | {story.overlapping[kind]} |")
         lines += ["", f"Attempts: {ends}. Submits that had to be sent again met: {met}.", ""]
+        if story.failures:
+            lines += ["Attempts that failed said:", "", *(f"- {n} times `{said}`" for said, n in story.failures.items()), ""]
         lines += [f"- {fault}" for fault in story.faults] or [
             "Every run succeeded with the digests of the undisturbed job, every submit made one job, and the database kept its "
             "rules."]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mok_service.errors import KernelError
 from mok_service.kernels import abi
-from mok_service.kernels.hashing import Helpers, host_bytes
+from mok_service.kernels.hashing import Helpers, host_bytes, in_parts
 from mok_service.kernels.library import load_library
 
 F32, BF16, I32, I64, U8 = torch.float32, torch.bfloat16, torch.int32, torch.int64, torch.uint8
@@ -179,8 +179,8 @@ class Context:
 
     def _on_host(self, tensors: Sequence[Tensor]) -> BeginBlake3:
         assert self._helpers is not None
-        helpers, data = self._helpers, [host_bytes(tensor) for tensor in tensors]
-        return lambda: helpers.begin(data).result
+        helpers, parts = self._helpers, in_parts([host_bytes(tensor) for tensor in tensors])
+        return lambda: helpers.begin(parts).result
 
     def _on_device(self, tensors: Sequence[Tensor]) -> BeginBlake3:
         kept = list(tensors)

@@ -5,7 +5,6 @@ Nothing here knows torch: a tensor is its name, dtype, shape and the BLAKE3 of i
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import json
@@ -22,7 +21,6 @@ from mok_service.provenance.canonical import canonical_bytes
 Algorithm = Literal["sha256", "blake3"]
 STATE_TYPE = "mok.state/v1"
 _TEXT = re.compile(r"(sha256|blake3):([0-9a-f]{64})")
-_HEX = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -90,17 +88,27 @@ def state_document(tensors: Iterable[TensorDigest]) -> dict[str, Any]:
 
 
 def state_digest(tensors: Iterable[TensorDigest]) -> Digest:
-    """The digest of a state: independent of devices, shards, files and order; see `state_document`.
+    """The digest of a state: independent of devices, shards, files and order; see `state_document`."""
+    return canonical_digest(state_document(tensors))
 
-    Raises ValueError as that does, and for a BLAKE3 that isn't 64 lowercase hex digits.
+
+class StateForm:
+    """Digests of states whose tensors have the same names, dtypes and shapes, as those of one run do after every step: only the
+    hashes are written anew. Raises ValueError as `state_document` does.
     """
-    return sha256(state_bytes(tensors))
 
+    def __init__(self, tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> None:
+        """`tensors`: name, dtype and shape of each."""
+        rows = _in_order(TensorDigest(*what, str(index)) for index, what in enumerate(tensors))
+        self._order = [int(row.blake3) for row in rows]
+        # A row's first field in canonical order is its hash, the last one its shape.
+        rests = [canonical_bytes({"name": t.name, "dtype": t.dtype, "shape": list(t.shape)}).decode()[1:] for t in rows]
+        self._between = [f'",{rest}' for rest in rests]
 
-def state_bytes(tensors: Iterable[TensorDigest]) -> bytes:
-    """The canonical bytes of `state_document`, from parts that most steps share. Raises as `state_digest` does."""
-    rows = [f'{{"blake3":"{_hex(t)}",{_rest_of_row(t.name, t.dtype, t.shape)}' for t in _in_order(tensors)]
-    return f'{{"tensors":[{",".join(rows)}],"type":"{STATE_TYPE}"}}'.encode()
+    def digest(self, hashes: Sequence[str]) -> Digest:
+        """`state_digest` of these tensors with these BLAKE3, 64 lowercase hex digits each, in the order of `tensors`."""
+        rows = ",".join([f'{{"blake3":"{hashes[index]}{rest}' for index, rest in zip(self._order, self._between, strict=True)])
+        return sha256(f'{{"tensors":[{rows}],"type":"{STATE_TYPE}"}}'.encode())
 
 
 def _in_order(tensors: Iterable[TensorDigest]) -> list[TensorDigest]:
@@ -109,18 +117,6 @@ def _in_order(tensors: Iterable[TensorDigest]) -> list[TensorDigest]:
         if first.name == second.name:
             raise ValueError(f"two tensors of one state are called {first.name!r}")
     return rows
-
-
-def _hex(tensor: TensorDigest) -> str:
-    if _HEX.fullmatch(tensor.blake3) is None:
-        raise ValueError(f"tensor {tensor.name!r}: blake3 is {tensor.blake3!r}; allowed: 64 lowercase hex digits")
-    return tensor.blake3
-
-
-@functools.lru_cache(1 << 14)
-def _rest_of_row(name: str, dtype: str, shape: tuple[int, ...]) -> str:
-    """What follows a row's first field, whose name is the first in canonical order."""
-    return canonical_bytes({"name": name, "dtype": dtype, "shape": list(shape)}).decode().removeprefix("{")
 
 
 def read_state_document(content: bytes, expected: Digest) -> list[TensorDigest]:

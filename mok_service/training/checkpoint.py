@@ -243,14 +243,12 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 
 def tensor_rows(tensors: Mapping[str, Tensor]) -> list[TensorDigest]:
     """The digests of tensors in host memory."""
-    return [tensor_digest(name, tensor, host_blake3(tensor)) for name, tensor in tensors.items()]
+    return [
+        TensorDigest(name, DTYPES[tensor.dtype], tuple(tensor.shape), host_blake3(tensor)) for name, tensor in tensors.items()
+    ]
 
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8"}
-
-
-def tensor_digest(name: str, tensor: Tensor, blake3: str) -> TensorDigest:
-    return TensorDigest(name, DTYPES[tensor.dtype], tuple(tensor.shape), blake3)
 
 
 def _flush(path: Path) -> None:

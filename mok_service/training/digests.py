@@ -8,9 +8,9 @@ from typing import Final
 import torch
 
 from mok_service.kernels.native import NativeBackend, host_blake3
-from mok_service.provenance.chain import StateDigests, float_from_bits
-from mok_service.provenance.digest import TensorDigest, state_digest
-from mok_service.training.checkpoint import DTYPES, cursor_digest, tensor_digest
+from mok_service.provenance.chain import StateDigests, float_bits, float_from_bits
+from mok_service.provenance.digest import StateForm
+from mok_service.training.checkpoint import DTYPES, cursor_digest
 from mok_service.training.parameters import Parameters
 
 PREVIOUS_NORM: Final = "previous_norm"
@@ -26,8 +26,11 @@ class StateHashing:
             for flat, prefix in ((parameters.weights, ""), (parameters.first, "first/"), (parameters.second, "second/"))
         )
         named = weights + first + second
-        self._what = [(name, DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in named]
-        self._weights = len(weights)
+        what = [(name, DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in named]
+        norm = norm_tensor(float_bits(0.0))
+        self._count = len(weights)
+        self._weights = StateForm(what[: self._count])
+        self._optimizer = StateForm([*what[self._count :], (PREVIOUS_NORM, DTYPES[norm.dtype], tuple(norm.shape))])
         self._begin = backend.prepare_blake3([tensor for _, tensor in named])
         self.beside = backend.name == "cpu" and sum(tensor.nbytes for _, tensor in named) >= BESIDE_BYTES_MIN
 
@@ -38,10 +41,11 @@ class StateHashing:
         finish = self._begin()
 
         def digests() -> StateDigests:
-            rows = [TensorDigest(*what, hashed) for what, hashed in zip(self._what, finish(), strict=True)]
-            norm = norm_tensor(previous_norm)
-            optimizer = [*rows[self._weights :], tensor_digest(PREVIOUS_NORM, norm, host_blake3(norm))]
-            return StateDigests(state_digest(rows[: self._weights]), state_digest(optimizer), cursor_digest(step))
+            hashes = finish()
+            moments = [*hashes[self._count :], host_blake3(norm_tensor(previous_norm))]
+            return StateDigests(
+                self._weights.digest(hashes[: self._count]), self._optimizer.digest(moments), cursor_digest(step)
+            )
 
         return digests
 

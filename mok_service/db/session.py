@@ -60,7 +60,8 @@ class Database:
             self._writer = threading.Lock()
             self.engine = _sqlite_engine(self.url, read_only)
         else:
-            self.engine = create_engine(self.url, pool_size=10, max_overflow=POSTGRESQL_CONNECTIONS_MAX - 10, pool_pre_ping=True)
+            self.engine = create_engine(self.url, pool_size=10, max_overflow=POSTGRESQL_CONNECTIONS_MAX - 10, pool_pre_ping=True,
+                                        hide_parameters=True)
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
@@ -161,7 +162,9 @@ def _sqlite_engine(url: URL, read_only: bool) -> Engine:
     if read_only:
         url = url.set(database=f"file:{path}", query={"mode": "ro", "uri": "true"})
     # Threads may read while one writes: as many connections as the thread pool asks for.
-    engine = create_engine(url, connect_args={"timeout": BUSY_SECONDS_MAX}, pool_size=SQLITE_CONNECTIONS_KEPT, max_overflow=-1)
+    # An error names the statement, never the values: it may be shown to people who mustn't see those.
+    engine = create_engine(url, connect_args={"timeout": BUSY_SECONDS_MAX}, pool_size=SQLITE_CONNECTIONS_KEPT, max_overflow=-1,
+                           hide_parameters=True)
 
     @event.listens_for(engine, "connect")
     def connect(connection: Any, _record: Any) -> None:

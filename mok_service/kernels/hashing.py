@@ -36,8 +36,9 @@ class Helpers:
     def begin(self, parts: Sequence[Sequence[memoryview]]) -> Hashing:
         hashing = Hashing(parts)
         if sum(data.nbytes for part in parts for data in part) >= HELPED_BYTES_MIN:
-            for _ in range(self._count):
-                self._pool.submit(hashing.work)
+            with suppress(RuntimeError):  # no thread to be had: then without help
+                for _ in range(self._count):
+                    self._pool.submit(hashing.work)
         return hashing
 
 

@@ -209,7 +209,8 @@ class Trainer:
 
     def records(self) -> Iterator[StepRecord]:
         """The records from here on; see `train`. While the state after a step is digested, forward and backward of the next one
-        are computed, which read it; the update, which changes it, comes after the record.
+        are computed, which read it; the update, which changes it, comes after the record. Between two records `save` and
+        `state_digests` are of the step of the last one; who calls `advance` or `restore` must ask for no further record.
         """
         if self.record_zero is not None:
             yield self.record_zero

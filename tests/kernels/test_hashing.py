@@ -82,3 +82,12 @@ def test_parts_are_worth_waking_for_and_in_order() -> None:
 def test_what_is_not_contiguous_is_refused() -> None:
     with pytest.raises(ValueError, match=r"strides \[1, 3\]; allowed: contiguous"):
         load_backend("cpu", threads=1).prepare_blake3([torch.zeros(4, 3).t()])
+
+
+def test_without_a_thread_to_be_had_nobody_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    helpers, held = Helpers(1), tensors()
+    monkeypatch.setattr(helpers._pool, "submit", refuse)
+    assert helpers.begin(in_parts([host_bytes(tensor) for tensor in held])).result() == expected(held)

@@ -193,8 +193,8 @@ def test_closing_gives_the_run_back_and_nothing_is_lost(make_world: MakeWorld, m
     monkeypatch.setattr(InProcessHandle, "end", end_while_it_computes)
     world.scheduler.close(lambda: world.now)
     run = world.run(run_id)
-    assert run.status == "queued" and world.ends(run_id) == ["service_restarted"] and not world.cluster.handles
-    assert runs.nodes(world.db) == []
+    assert run.status == "queued" and world.ends(run_id) == ["stopped"] and not world.cluster.handles
+    assert run.failures == 0 and runs.nodes(world.db) == []
     world.boot()
     world.ended(run_id)
     world.assert_whole(run_id, 40)

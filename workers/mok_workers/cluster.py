@@ -20,7 +20,7 @@ from mok_service.placement import NodeSize
 from mok_workers.actor import Measure, load_here, measure_here
 from mok_workers.attempt import Attempt, Open
 from mok_workers.messages import RECORDS_A_REPLY_MAX, Lost, Payload, Reply, Seen
-from mok_workers.placed import ACTOR_NAMES, RayActors, RayHandle
+from mok_workers.placed import ACTOR_NAMES, RayActors, RayHandle, cluster_trouble
 from mok_workers.pool import NONE_KEPT, Limits, Pool, Worker
 
 NAMESPACE: Final = "mok"                # schedulers of one cluster find each other's placement groups by name
@@ -55,7 +55,7 @@ class ClusterLost(Exception):
 
 
 class Handle(Protocol):
-    """One placed attempt. No call of it waits."""
+    """One placed attempt. No call of it waits. Each may raise ClusterTrouble; asking again is right then."""
 
     def ask(self, seen: Seen, lease_seconds: float) -> None:
         """Ask what came after `seen`, unless a question is open. The attempt ends by itself after `lease_seconds` without one."""
@@ -84,7 +84,7 @@ class Cluster(Protocol):
 
     def place(self, payload: Payload) -> Handle:
         """Make a placement group named after the attempt on the node that it names, one of the last answer of `nodes`, and find
-        a process for it. Doesn't wait for either."""
+        a process for it. Doesn't wait for either. Raises ClusterTrouble."""
 
     def names(self) -> set[str]:
         """The attempts that hold devices, whoever placed them."""
@@ -168,6 +168,7 @@ class RayCluster:
             for name, node in zip(names, alive, strict=True)
         ]
 
+    @cluster_trouble
     def place(self, payload: Payload) -> Handle:
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

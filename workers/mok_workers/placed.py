@@ -8,8 +8,9 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import wraps
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, ParamSpec, TypeVar
 
 import psutil
 
@@ -21,8 +22,30 @@ from mok_workers.supervisor import runs
 
 log = logging.getLogger("mok.cluster")
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 ACTOR_NAMES: Final = "mok-actor-"   # all of ours, so that any scheduler of a cluster finds them
 WAKING_ANSWERS: Final = 4           # the scheduler is woken for an attempt's first answers: a small run is over by then
+
+
+class ClusterTrouble(Exception):
+    """The cluster failed to do what it was asked for, whatever run it was asked for: it may be gone, or another one by now."""
+
+
+def cluster_trouble(method: Callable[P, R]) -> Callable[P, R]:
+    """What Ray raises is told as ClusterTrouble. (What a worker raises is an answer, not an exception.)"""
+
+    @wraps(method)
+    def told(*args: P.args, **kwargs: P.kwargs) -> R:
+        from ray.exceptions import RayError
+
+        try:
+            return method(*args, **kwargs)
+        except (RayError, ConnectionError, TimeoutError) as error:
+            raise ClusterTrouble(f"{type(error).__name__}: {_sentence(error)}") from error
+
+    return told
 
 
 @dataclass(frozen=True)
@@ -99,6 +122,7 @@ class RayHandle:
         self._memory_kills = memory_kills()
         self._begun = self._done = self._ended = self._dead = False
 
+    @cluster_trouble
     def ask(self, seen: Seen, lease_seconds: float) -> None:
         if self._call is not None:
             return
@@ -123,9 +147,10 @@ class RayHandle:
 
         if len(self._nodes) == 1:
             return self._nodes[0]
-        row = placement_group_table(self._group)
-        return str(row["bundles_to_node_id"][0]) if row["state"] == "CREATED" else None
+        row = placement_group_table(self._group)  # empty once the cluster has forgotten it
+        return str(row["bundles_to_node_id"][0]) if row.get("state") == "CREATED" else None
 
+    @cluster_trouble
     def poll(self) -> Reply | Lost | None:
         answer = self._answer()
         if isinstance(answer, Reply):
@@ -163,10 +188,12 @@ class RayHandle:
                 self._pool.clear("a run ran out of memory")
         return answer
 
+    @cluster_trouble
     def stop(self) -> None:
         assert self._worker is not None, "it has answered"
         self._worker.actor.stop.remote(self._payload.name, True)
 
+    @cluster_trouble
     def release(self) -> None:
         assert self._done and self._worker is not None, "it came to its end"
         if not self._pooled:
@@ -174,9 +201,10 @@ class RayHandle:
         elif not self._ended:
             self._ended = self._dead = True  # dead to this attempt: it has said its last word
             self._process = None
-            self._pool.give(self._worker)
             self._remove()
+            self._pool.give(self._worker)
 
+    @cluster_trouble
     def end(self) -> None:
         if not self._ended:
             self._ended = True
@@ -191,6 +219,7 @@ class RayHandle:
 
         remove_placement_group(self._group)
 
+    @cluster_trouble
     def gone(self) -> bool:
         from ray.util.placement_group import placement_group_table
 
@@ -203,7 +232,7 @@ class RayHandle:
             return False
         if self._process is not None and runs(self._process):
             return False
-        return str(placement_group_table(self._group)["state"]) == "REMOVED"
+        return str(placement_group_table(self._group).get("state", "REMOVED")) == "REMOVED"
 
 
 def _sentence(error: Exception) -> str:

@@ -33,6 +33,7 @@ from mok_service.training.sources import Remote
 from mok_workers.cluster import Cluster, Handle
 from mok_workers.messages import Compared, Line, Lost, Payload, Reply, Seen
 from mok_workers.node import describe
+from mok_workers.placed import ClusterTrouble
 
 log = logging.getLogger("mok.scheduler")
 
@@ -80,6 +81,7 @@ class Active:
     seen: Seen = field(default_factory=Seen)
     answered: bool = False               # its process is up
     stopping_since: datetime | None = None
+    trouble_since: datetime | None = None  # the cluster's, about this attempt
     ending: Ending | None = None         # what to write once its devices are free
     ended_at: datetime | None = None
 
@@ -103,6 +105,7 @@ class Scheduler:
         self._clock = clock or db.now
         self._worker, self._boot_id, self._alone, self._news = worker, boot_id, alone, news or threading.Event()
         self._active: list[Active] = []
+        self._unplaced: list[Lease] = []     # claimed when the database went away
         self._nodes: Sequence[NodeSize] = ()
         self._here: dict[str, Any] = hardware()
         self._reaped_at: datetime | None = None
@@ -119,31 +122,54 @@ class Scheduler:
         self._cluster.start()
 
     def tick(self, now: datetime) -> None:
-        """Reap, hear every attempt, claim. Raises only when the database can't be reached (nothing is lost: tick again), and
-        ClusterLost."""
+        """Hear every attempt, reap, claim. Raises only when the database can't be reached (nothing is lost: tick again), and what
+        the cluster raises when it is asked for its nodes."""
         if due(self._reported_at, now, self._settings.heartbeat_seconds):
             self._report(now)
         if due(self._tended_at, now, TEND_SECONDS):
             self._cluster.tend()
             self._tended_at = now
-        if due(self._reaped_at, now, REAP_SECONDS):
-            runs.reap(self._db, now)
-            self._reaped_at = now
         for active in list(self._active):
             self._guarded(active, now)
+        if due(self._reaped_at, now, REAP_SECONDS):  # after a pause of this process, its own leases were renewed first
+            runs.reap(self._db, now)
+            self._reaped_at = now
+        while self._unplaced:
+            self._give_back(self._unplaced[-1], "stopped", "the database went away when it was to be placed", now)
+            self._unplaced.pop()
         while (lease := self._claim(now)) is not None:
-            try:
-                self._begin(lease, now)
-            except DATABASE_TROUBLE:
-                raise
-            except Exception as error:
-                log.exception("%s can't be started", attempt_name(lease))
-                retry_at = now + timedelta(seconds=self._settings.retry_seconds)
-                runs.release(self._db, lease, "failed", f"{type(error).__name__}: {error}", now, retry_at)
+            self._start(lease, now)
 
     @property
     def idle(self) -> bool:
         return not self._active
+
+    def _start(self, lease: Lease, now: datetime) -> None:
+        """Begin a claimed attempt. For trouble of the cluster or the database the run isn't to blame: it loses no attempt."""
+        try:
+            self._begin(lease, now)
+        except DATABASE_TROUBLE:
+            self._unplaced.append(lease)
+            raise
+        except ClusterTrouble as error:
+            log.warning("%s can't be placed: %s", attempt_name(lease), error)
+            self._doubt()
+            self._give_back(lease, "stopped", f"the cluster couldn't take it: {error}", now)
+        except Exception as error:
+            log.exception("%s can't be started", attempt_name(lease))
+            self._give_back(lease, "failed", f"{type(error).__name__}: {error}", now)
+
+    def _doubt(self) -> None:
+        """Claim nothing before the cluster has told its nodes again."""
+        self._nodes, self._reported_at = (), None
+
+    def _give_back(self, lease: Lease, why: AttemptEnd, message: str, now: datetime) -> None:
+        """`stopped` costs no attempt, and is soon tried again; anything else after a while that grows."""
+        retry_at = now + timedelta(seconds=self._settings.retry_seconds) if why == "stopped" else None
+        try:
+            runs.release(self._db, lease, why, message, now, retry_at)
+        except LeaseLost as error:
+            log.warning("%s: %s", attempt_name(lease), error)
 
     def _report(self, now: datetime) -> None:
         self._nodes = self._cluster.nodes()
@@ -160,17 +186,25 @@ class Scheduler:
         """One attempt's trouble is not another's."""
         try:
             self._serve(active, now)
+            active.trouble_since = None
         except LeaseLost as error:
             log.warning("%s: %s", active.name, error)
-            self._end(active, Forget(), now)
+            self._give_up(active, Forget(), now)
         except DATABASE_TROUBLE:
             raise
+        except ClusterTrouble as error:  # what the worker did, and how it ended, stays as it is: ask again
+            log.warning("%s: %s", active.name, error)
+            self._doubt()
+            active.trouble_since = active.trouble_since or now
+            if active.ending is None and due(active.trouble_since, now, self._settings.lease_seconds):
+                self._give_up(active, Release("worker_lost", f"the cluster doesn't answer: {error}"), now)
         except Exception as error:
             log.exception("%s failed", active.name)
-            if isinstance(active.ending, Release):  # not even that can be written: its lease will expire
-                self._end(active, Forget(), now)
-            else:
-                self._end(active, Release("failed", f"{type(error).__name__}: {error}"), now)
+            unwritable = isinstance(active.ending, Release)  # its lease will expire
+            self._give_up(active, Forget() if unwritable else Release("failed", f"{type(error).__name__}: {error}"), now)
+
+    def _give_up(self, active: Active, ending: Ending, now: datetime) -> None:
+        self._try(partial(self._end, active, ending, now), f"{active.name} can't be ended")
 
     def _serve(self, active: Active, now: datetime) -> None:
         if not isinstance(active.ending, Forget) and due(active.renewed_at, now, self._settings.heartbeat_seconds):
@@ -263,19 +297,27 @@ class Scheduler:
 
     def _complete(self, active: Active, now: datetime) -> None:
         assert active.ended_at is not None
-        if not active.handle.gone():
+        if not self._gone(active):
             if not due(active.ended_at, now, self._settings.stop_seconds_max):
                 return
             log.error("%s: its worker can't be seen to end; going on without it", active.name)
         self._write(active, now)
         self._active.remove(active)
 
+    def _gone(self, active: Active) -> bool:
+        try:
+            return active.handle.gone()
+        except ClusterTrouble as error:
+            log.warning("%s: %s", active.name, error)
+            self._doubt()
+            return False
+
     def _write(self, active: Active, now: datetime) -> None:
         match active.ending:
             case Finish(outcome):
                 run = runs.finish(self._db, active.lease, outcome, now)
             case Release(end, message):
-                retry_at = now if end == "service_restarted" else self._retry_at(active.run, now)
+                retry_at = now if end in ("service_restarted", "stopped") else self._retry_at(active.run, now)
                 run = runs.release(self._db, active.lease, end, message, now, retry_at)
             case _:
                 return
@@ -365,15 +407,17 @@ class Scheduler:
                 tick = self._settings.tick_seconds
                 self._news.wait(tick if self.idle else min(tick, BUSY_TICK_SECONDS))
         finally:
-            self.close(self._clock)
+            self.close(self._clock, in_order=stop.is_set())
 
-    def close(self, clock: Callable[[], datetime]) -> None:
-        """End every worker and the cluster. What was running goes back to the queue, to go on from its last checkpoint."""
+    def close(self, clock: Callable[[], datetime], *, in_order: bool = True) -> None:
+        """End every worker and the cluster. What was running goes back to the queue, to go on from its last checkpoint. Where
+        that is `in_order`, somebody wanted it, and no run can be the cause.
+        """
         for active in self._active:
             self._try(active.handle.end, f"{active.name} can't be ended")
         self._try(self._cluster.close, "the cluster can't be closed")
         for active in self._active:  # where this fails, the next boot ends the lease
-            active.ending = active.ending or Release("service_restarted", "the service was stopped")
+            active.ending = active.ending or Release("stopped" if in_order else "service_restarted", "the service was stopped")
             self._try(partial(self._write, active, clock()), f"{active.name} can't be given back")
         self._try(lambda: runs.report_nodes(self._db, self._worker, [], clock()), "the nodes can't be taken off the list")
         self._active.clear()

@@ -26,6 +26,7 @@ VerificationVerdict = Literal["INTACT", "AUDITED", "REPRODUCED", "DIVERGED", "TA
 
 # Kinds of runs without a chain and an attestation of their own: what is signed is the verdict.
 UNCHAINED: Final = ("audit", "bisect")
+CHAINED: Final = ("original", "reproduction")
 
 STATUSES: Final = get_args(RunStatus)
 STOP_REASONS: Final = get_args(StopReason)

@@ -22,7 +22,7 @@ Url = Annotated[str | None, typer.Option("--url", envvar="MOK_URL", show_envvar=
 DataDir = Annotated[Path, typer.Option("--data-dir", envvar="MOK_DATA_DIR", show_envvar=True, metavar="FOLDER",
                                        help="The embedded service's folder.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Id of a run; latest for the newest.")]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Id of a run; latest for the newest that trains.")]
 KeyFile = Annotated[Path | None, typer.Option("--key", metavar="FILE", help="Public keys that you trust, in PEM; "
                                                                             "`mok keys export` writes such a file.")]
 DATA_DIR = Path(".mok")
@@ -63,15 +63,19 @@ def own_key() -> str | None:
 
 
 def run_id(source: Client | Local, text: str) -> str:
-    """The id that a RUN argument stands for. Raises NotFound for `latest` where there are no runs."""
+    """The id that a RUN argument stands for: `latest` is the newest run that trains, and no audit or bisect of one.
+
+    Raises NotFound for `latest` where there are no such runs.
+    """
     from mok_service.errors import NotFound
+    from mok_service.lifecycle import CHAINED
 
     if text != "latest":
         return text
-    newest: list[dict[str, Any]] = source.runs(limit=1)["items"]
-    if not newest:
+    found = [run for kind in CHAINED for run in source.runs(kind=kind, limit=1)["items"]]
+    if not found:
         raise NotFound("there are no runs yet")
-    return str(newest[0]["id"])
+    return str(max(found, key=lambda run: (run["created_at"], run["id"]))["id"])
 
 
 def point_in_time(text: str | None, option: str) -> datetime | None:

@@ -102,6 +102,7 @@ def test_by_rest_and_by_the_command(mok: Mok, world: World, run: str) -> None:
             found = mok("verify", run, "--level", "audit", "--seed", "7", "--segments", "2", "--threads", "1", "--json")
             assert (found.status, found.json["verdict"], found.json["run"]) == (0, "AUDITED", run)
             assert found.json["plan"] == asked["plan"], "the same seed draws the same segments"
+            assert mok("show", "latest", "--json").json["run"]["id"] == run, "an audit isn't what people mean"
             told = mok("verify", run, "--level", "rerun")
             assert told.status == 0 and told.out.splitlines()[-1].startswith("REPRODUCED equal through step 6")
             listed = api.get(f"/v1/runs/{run}/verifications").json()["items"]

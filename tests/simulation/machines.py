@@ -6,9 +6,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, wraps
 from math import inf
-from typing import Any, Final, Literal
+from typing import Any, Concatenate, Final, Literal, ParamSpec, TypeVar
 
 from mok_service.placement import NodeSize
 from mok_service.provenance.chain import StateDigests, StepRecord, float_bits, genesis
@@ -18,9 +18,13 @@ from mok_service.provenance.manifest import DataManifest, ManifestFile
 from mok_service.spec import JobSpec, parse_job, resolve, training_digest
 from mok_workers.cluster import ClusterLost
 from mok_workers.messages import Failure, Lost, Payload, Reply, Seen, Started
+from mok_workers.placed import ClusterTrouble
 
+P = ParamSpec("P")
+R = TypeVar("R")
 MANIFEST: Final = DataManifest("files", (ManifestFile("a.txt", 3, "ab" * 32),), "bytes", 4)
 CHECKPOINT_STEPS: Final = 2
+TROUBLE: Final = 0.002  # how often a call of the cluster fails before it did anything, and again after it did all
 Doom = Literal["none", "crash", "memory", "error", "nan", "data"]
 
 
@@ -229,15 +233,40 @@ def run_of(name: str) -> str:
     return name.rsplit("-", 1)[0]
 
 
-class SimulatedHandle:
+class Hands:
+    """What a scheduler has of the machines."""
+
+    def __init__(self, machines: Machines) -> None:
+        self._machines = machines
+
+
+def may_fail(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """A call that at times fails, having done nothing or all of it."""
+
+    @wraps(method)
+    def called(self: Hands, *args: P.args, **kwargs: P.kwargs) -> R:
+        draw = self._machines.choose.random() if self._machines.faulty else 1.0
+        if draw < TROUBLE:
+            raise ClusterTrouble("nothing was done")
+        result = method(self, *args, **kwargs)
+        if draw < 2 * TROUBLE:
+            raise ClusterTrouble("the answer was lost")
+        return result
+
+    return called
+
+
+class SimulatedHandle(Hands):
     """See `mok_workers.cluster.Handle`. Answers come late, twice, or never."""
 
     def __init__(self, machines: Machines, worker: Worker) -> None:
-        self._machines, self._worker = machines, worker
+        super().__init__(machines)
+        self._worker = worker
         self._question: Seen | None = None
         self._arrives = 0.0
         self._again: Reply | None = None
 
+    @may_fail
     def ask(self, seen: Seen, lease_seconds: float) -> None:
         if self._question is not None or self._worker.node is None:
             return
@@ -250,6 +279,7 @@ class SimulatedHandle:
         elif self._worker.died(now) is None:
             self._worker.leaves_at = now + lease_seconds
 
+    @may_fail
     def poll(self) -> Reply | Lost | None:
         machines = self._machines
         if (again := self._again) is not None:
@@ -268,26 +298,27 @@ class SimulatedHandle:
             self._again = reply
         return reply
 
+    @may_fail
     def stop(self) -> None:
         if not (self._machines.faulty and self._machines.choose.random() < 0.05) and self._worker.stop_at is None:
             self._worker.stop_at = self._machines.now
 
+    @may_fail
     def release(self) -> None:
         self.end()
 
+    @may_fail
     def end(self) -> None:
         self._machines.settle()
         self._machines.kill(self._worker)
 
+    @may_fail
     def gone(self) -> bool:
         return not self._worker.holds(self._machines.now)
 
 
-class SimulatedCluster:
-    """One scheduler's hands on the machines. See `mok_workers.cluster.Cluster`."""
-
-    def __init__(self, machines: Machines) -> None:
-        self._machines = machines
+class SimulatedCluster(Hands):
+    """See `mok_workers.cluster.Cluster`."""
 
     def start(self) -> None:
         pass
@@ -297,6 +328,7 @@ class SimulatedCluster:
             raise ClusterLost("no node is alive")
         return list(self._machines.nodes)
 
+    @may_fail
     def place(self, payload: Payload) -> SimulatedHandle:
         return SimulatedHandle(self._machines, self._machines.place(payload))
 

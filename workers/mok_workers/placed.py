@@ -201,8 +201,10 @@ class RayHandle:
         elif not self._ended:
             self._ended = self._dead = True  # dead to this attempt: it has said its last word
             self._process = None
-            self._remove()
-            self._pool.give(self._worker)
+            try:
+                self._pool.give(self._worker)
+            finally:
+                self._remove()
 
     @cluster_trouble
     def end(self) -> None:

@@ -54,6 +54,19 @@ def test_after_trouble_the_cluster_is_asked_before_anything_is_claimed(world: Wo
         world.tick()
 
 
+def test_trouble_about_one_attempt_loses_no_other(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor one whose worker hasn't come up: its node isn't gone."""
+    first, second = (world.submit(seed=seed, threads=1, max_attempts=1) for seed in (1, 2))
+    with monkeypatch.context() as patch:
+        patch.setattr(InProcessHandle, "poll", lambda self: None)
+        world.until(lambda: len(world.cluster.handles) == 2)
+        patch.setattr(world.handle(first), "poll", trouble)
+        world.tick()
+        world.tick()
+    world.ended(first, second)
+    assert world.ends(first) == world.ends(second) == ["finished"]
+
+
 @pytest.mark.parametrize("call", ["gone", "release", "poll", "ask", "end"])
 def test_what_a_worker_did_stays_done_whatever_the_cluster_says(
     world: World, monkeypatch: pytest.MonkeyPatch, call: str

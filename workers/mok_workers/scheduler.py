@@ -152,16 +152,16 @@ class Scheduler:
             self._unplaced.append(lease)
             raise
         except ClusterTrouble as error:
-            log.warning("%s can't be placed: %s", attempt_name(lease), error)
-            self._doubt()
+            self._doubt(attempt_name(lease), error)
             self._give_back(lease, "stopped", f"the cluster couldn't take it: {error}", now)
         except Exception as error:
             log.exception("%s can't be started", attempt_name(lease))
             self._give_back(lease, "failed", f"{type(error).__name__}: {error}", now)
 
-    def _doubt(self) -> None:
+    def _doubt(self, name: str, error: ClusterTrouble) -> None:
         """Claim nothing before the cluster has told its nodes again."""
-        self._nodes, self._reported_at = (), None
+        log.warning("%s: %s", name, error)
+        self._reported_at = None
 
     def _give_back(self, lease: Lease, why: AttemptEnd, message: str, now: datetime) -> None:
         """`stopped` costs no attempt, and is soon tried again; anything else after a while that grows."""
@@ -193,8 +193,7 @@ class Scheduler:
         except DATABASE_TROUBLE:
             raise
         except ClusterTrouble as error:  # what the worker did, and how it ended, stays as it is: ask again
-            log.warning("%s: %s", active.name, error)
-            self._doubt()
+            self._doubt(active.name, error)
             active.trouble_since = active.trouble_since or now
             if active.ending is None and due(active.trouble_since, now, self._settings.lease_seconds):
                 self._give_up(active, Release("worker_lost", f"the cluster doesn't answer: {error}"), now)
@@ -308,8 +307,7 @@ class Scheduler:
         try:
             return active.handle.gone()
         except ClusterTrouble as error:
-            log.warning("%s: %s", active.name, error)
-            self._doubt()
+            self._doubt(active.name, error)
             return False
 
     def _write(self, active: Active, now: datetime) -> None:
@@ -330,7 +328,7 @@ class Scheduler:
     # ---- the beginning ---------------------------------------------------------------------------------------------------
 
     def _claim(self, now: datetime) -> Lease | None:
-        if not self._nodes:
+        if self._reported_at is None:
             return None
         ours = [Held(a.run.execution, a.lease.node) for a in self._active
                 if isinstance(a.ending, Forget)]  # hold devices, not in the database
